@@ -1,0 +1,41 @@
+# `make demo` and `make test` do all the set-up on a machine with Python >= 3.11 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint types bench docs clean
+
+help: ## What can be made
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY) ## LeNet on Fashion-MNIST with 4 workers
+	$(BIN)/paceline run -n 4 examples/fashion_mnist.py
+
+test: $(READY) ## All tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## Style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## Strict type check
+	$(BIN)/mypy
+
+bench: $(READY) ## The committed benchmarks (long)
+	$(BIN)/python -m benchmarks.same_bits
+	$(BIN)/python -m benchmarks.reduce
+	$(BIN)/python -m benchmarks.step
+
+docs: $(READY) ## Check the documents: links, and the examples in them
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean: ## Forget the set-up
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,61 @@
+"""The command line: one file per verb. Verbs are imported when used, so that --help is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from paceline import __version__
+from paceline.errors import PacelineError
+
+_VERBS = {
+    "run": "Train a script with N workers.",
+    "runs": "List the runs.",
+    "show": "Show one run: settings, result, events.",
+    "logs": "Print a run's log files.",
+    "hash": "Print the weights hash of a file.",
+    "doctor": "Check this machine.",
+}
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"paceline.cli.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(_VERBS.items()))
+
+
+@click.command(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version")
+def cli() -> None:
+    """Train one PyTorch script on one process or many, with the same bits.
+
+    \b
+    python train.py                       a run of one
+    paceline run -n 4 train.py --lr 0.1   four workers; what follows the script is the script's
+    paceline show last                    what came of it
+    """
+
+
+def main() -> None:
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except PacelineError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)

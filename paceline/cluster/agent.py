@@ -1,0 +1,359 @@
+"""The agent: one process per machine that starts, watches and ends that machine's workers.
+
+It is not on the path of a step. A worker's death is seen through its pidfd at once; the abort word on
+the board then ends every waiting loop of the machine. No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster import control
+from paceline.cluster.board import Abort, Board, Phase, Seen
+from paceline.cluster.memory import Segments
+from paceline.launch.environment import Ticket, worker_environment
+from paceline.settings import Settings
+from paceline.watch.folder import RunFolder
+from paceline.watch.lines import Fold, Follower
+from paceline.watch.terminal import Terminal
+from paceline.watch.verdict import QUIET_S, verdict
+
+_TICK_S = 0.05
+_GRACE_S = 1.5
+"""After a failure the others get this long to notice and leave by themselves; then they are killed."""
+_ODD_EXIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: the target and its arguments, as the user typed them."""
+
+    target: str
+    arguments: tuple[str, ...]
+    as_module: bool
+    flags: dict[str, Any]
+    settings: Settings
+    show: str = "main"
+    dry_run: bool = False
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass
+class Worker:
+    number: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    follower: Follower
+    exit_code: int | None = None
+    exited_at: float = 0.0
+
+
+@dataclass
+class Failure:
+    who: str
+    text: str
+    trace: str
+    exit_code: int
+    worker: int
+    at: float = field(default_factory=time.monotonic)
+
+
+class Agent:
+    def __init__(self, job: Job, folder: RunFolder, terminal: Terminal) -> None:
+        self._job, self._folder, self._terminal = job, folder, terminal
+        self._count = job.settings.workers
+        self._secret = secrets.token_bytes(control.SECRET_BYTES)
+        self._address = f"paceline-{folder.id}-{secrets.token_hex(8)}"
+        self._board = Board.create(self._count)
+        self._segments = Segments(job.settings.shm_limit)
+        self._facts: dict[str, str] = {}
+        self._asking: list[tuple[socket.socket, str]] = []
+        self._selector = selectors.DefaultSelector()
+        self._worker_of: dict[socket.socket, int] = {}
+        self._workers: list[Worker] = []
+        self._failure: Failure | None = None
+        self._interrupts = 0
+        self._killed = False
+        self._fold = Fold()
+        self._told_wait = 0.0
+        self._started = time.monotonic()
+
+    # life
+
+    def run(self) -> int:
+        """Start the workers, watch them to the end; the exit code of the run."""
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        server = control.listen(self._address)
+        self._selector.register(server, selectors.EVENT_READ, self._on_connect)
+        try:
+            self._start()
+            while any(worker.exit_code is None for worker in self._workers):
+                for key, _ in self._selector.select(_TICK_S):
+                    key.data(key.fileobj)
+                self._tick()
+            return self._end()
+        finally:
+            self._kill_all()
+            self._terminal.close()
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+            self._selector.close()
+            self._segments.close()
+            self._board.close()
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _start(self) -> None:
+        job = self._job
+        self._folder.event("launched", f"paceline run {job.target}", workers=self._count)
+        target = ["-m", job.target] if job.as_module else [job.target]
+        command = [sys.executable, "-m", "paceline.launch.boot", *target, *job.arguments]
+        for number in range(self._count):
+            ticket = Ticket(
+                number,
+                self._address,
+                self._secret.hex(),
+                str(self._folder.path.absolute()),
+                job.flags,
+                job.dry_run,
+            )
+            gpus = list(job.gpus) if job.gpus else None
+            env = worker_environment(os.environ, ticket, job.settings.threads, gpus, job.settings.share_gpus)
+            path = self._folder.log_of("worker", number)
+            # The worker writes its file itself: no pipe through the agent that could break or fill.
+            with open(path, "wb") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+                )
+            worker = Worker(number, process, os.pidfd_open(process.pid), Follower(path))
+            self._workers.append(worker)
+            self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda _, w=worker: self._on_exit(w))
+
+    def _end(self) -> int:
+        if self._failure is not None:
+            return self._end_failed(self._failure)
+        self._follow(last=True)
+        summary = self._folder.read_json(self._folder.summary)
+        if self._killed or not summary:
+            why = "killed by a second Ctrl-C" if self._killed else "no worker trained anything"
+            self._write_failed_summary(why)
+            if not self._job.dry_run:
+                self._terminal.notice(why)
+            return 130 if self._killed else 0
+        self._terminal.table(summary, str(self._folder.path))
+        return 130 if self._interrupts else 0
+
+    def _end_failed(self, failure: Failure) -> int:
+        self._folder.event(
+            "failed", f"{failure.who} {failure.text}", worker=failure.worker, exit_code=failure.exit_code
+        )
+        self._write_failed_summary(f"failed: {failure.who} {failure.text}".splitlines()[0])
+        log = "" if failure.exit_code == 2 else str(self._folder.log_of("worker", failure.worker))
+        self._terminal.failure(failure.who, failure.text, failure.trace, log)
+        return failure.exit_code
+
+    def _write_failed_summary(self, why: str) -> None:
+        rows = self._rows()
+        known = {
+            "run": self._folder.id,
+            "exit": why,
+            "steps": max(row.step for row in rows),
+            "samples": max(row.samples for row in rows),
+            "workers": self._count,
+            "strategy": self._job.settings.strategy,
+            "wall_s": round(time.monotonic() - self._started, 3),
+        }
+        self._folder.write_json(self._folder.summary, known)
+
+    # what happens
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._follow()
+        rows = self._rows()
+        self._terminal.progress(rows)
+        self._tell_waits(rows, now)
+        self._check_odd_exits(now)
+        if self._failure is not None and now - self._failure.at > _GRACE_S:
+            self._kill_all()
+
+    def _rows(self) -> list[Seen]:
+        return [self._board.see(number) for number in range(self._count)]
+
+    def _follow(self, last: bool = False) -> None:
+        if self._failure is not None:
+            return
+        show_all, now = self._job.show == "all", time.monotonic()
+        for worker in self._workers:
+            if self._job.show == "none" or (worker.number and not show_all):
+                continue
+            for line in worker.follower.read(last):
+                if show_all and not line.endswith("\r"):
+                    self._fold.add(worker.number, line, now)
+                else:
+                    self._terminal.output(str(worker.number), line)
+        for who, text in self._fold.due(now, all=last):
+            self._terminal.output(who, text)
+
+    def _tell_waits(self, rows: list[Seen], now: float) -> None:
+        if self._failure is not None or now - self._told_wait < QUIET_S:
+            return
+        found = verdict(rows)
+        if found is not None:
+            self._told_wait = now
+            worker, words = found
+            self._terminal.notice(words)
+            self._folder.event("waiting", words, worker=worker)
+            if rows[worker].phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
+                # faulthandler writes every thread's stack into the worker's log.
+                signal.pidfd_send_signal(self._workers[worker].pidfd, signal.SIGUSR1)
+
+    def _on_exit(self, worker: Worker) -> None:
+        self._selector.unregister(worker.pidfd)
+        os.close(worker.pidfd)
+        worker.exit_code, worker.exited_at = worker.process.wait(), time.monotonic()
+        code = worker.exit_code
+        self._drain(worker.number)
+        self._folder.event("worker ended", _exit_words(code), worker=worker.number, exit_code=code)
+        if code and self._failure is None and not self._killed:
+            tail = _crash_trace(worker.follower.path) if code < 0 else ""
+            self._fail(
+                Failure(
+                    f"worker {worker.number}", _exit_words(code), tail, 1 if code < 0 else code, worker.number
+                )
+            )
+
+    def _drain(self, number: int) -> None:
+        """Read what a dead worker had still said: its last words come before its end."""
+        for sock in [s for s, owner in self._worker_of.items() if owner == number]:
+            while sock in self._worker_of:
+                readable = selectors.DefaultSelector()
+                readable.register(sock, selectors.EVENT_READ)
+                ready = readable.select(0)
+                readable.close()
+                if not ready:
+                    break
+                self._on_message(sock)
+
+    def _check_odd_exits(self, now: float) -> None:
+        """A worker that left with 0 while others still train has skipped the end of the script."""
+        running = [w for w in self._workers if w.exit_code is None]
+        if self._failure is not None or not running:
+            return
+        for worker in self._workers:
+            odd = worker.exit_code == 0 and self._board.see(worker.number).phase != Phase.FINISHED
+            if odd and now - worker.exited_at > _ODD_EXIT_S:
+                early = self._board.see(worker.number).phase == Phase.STARTING
+                text = "ended without paceline.init()" if early else "left the script early, with exit code 0"
+                self._fail(
+                    Failure(
+                        f"worker {worker.number}", f"{text}, while others wait for it", "", 1, worker.number
+                    )
+                )
+                return
+
+    def _fail(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._follow(last=True)  # what was printed before; the traceback itself is shown once, at the end
+            self._failure = failure
+            self._board.abort = Abort.WORKER_LOST
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._board.stop_asked = True
+            self._terminal.notice("stopping after this step; press Ctrl-C again to kill")
+        else:
+            self._killed = True
+            self._board.abort = Abort.STOPPING
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            if worker.exit_code is None:
+                try:
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+    # messages
+
+    def _on_connect(self, server: socket.socket) -> None:
+        sock, _ = server.accept()
+        sock.settimeout(5.0)
+        if not control.admit(sock, self._secret):
+            self._folder.event("refused", "a connection without the run's secret")
+            sock.close()
+            return
+        self._worker_of[sock] = -1
+        self._selector.register(sock, selectors.EVENT_READ, self._on_message)
+
+    def _on_message(self, sock: socket.socket) -> None:
+        try:
+            message, fds = control.receive(sock)
+            for fd in fds:
+                os.close(fd)
+            self._answer(sock, message)
+        except (OSError, ValueError):
+            self._selector.unregister(sock)
+            del self._worker_of[sock]
+            self._asking = [(s, key) for s, key in self._asking if s is not sock]
+            sock.close()
+
+    def _answer(self, sock: socket.socket, message: control.Message) -> None:
+        worker = self._worker_of[sock]
+        match message:
+            case control.Hello():
+                self._worker_of[sock] = message.worker
+                control.send(sock, control.Welcome(self._count), (self._board.fd,))
+            case control.Segment():
+                answer, fd = self._segments.grant(message.name, message.size, self._count)
+                control.send(sock, answer, (fd,) if fd is not None else ())
+            case control.Put():
+                self._facts[message.key] = message.value
+                control.send(sock, control.Done())
+                for asker, key in [a for a in self._asking if a[1] == message.key]:
+                    control.send(asker, control.Value(self._facts[key]))
+                self._asking = [a for a in self._asking if a[1] != message.key]
+            case control.Get():
+                if message.key in self._facts:
+                    control.send(sock, control.Value(self._facts[message.key]))
+                else:
+                    self._asking.append((sock, message.key))
+            case control.Notice():
+                self._terminal.notice(message.text)
+                control.send(sock, control.Done())
+            case control.Failed():
+                if not message.follows:
+                    who = f"worker {worker}:"
+                    self._fail(Failure(who, message.summary, message.traceback, message.exit_code, worker))
+                control.send(sock, control.Done())
+            case _:
+                raise ValueError(f"a worker does not say {type(message).__name__}")
+
+
+def _exit_words(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _crash_trace(path: Path) -> str:
+    """What faulthandler wrote before a crash, if it did."""
+    try:
+        text = path.read_text(errors="replace")[-20000:]
+    except OSError:
+        return ""
+    at = text.rfind("Fatal Python error")
+    return text[at:].rstrip() if at >= 0 else ""

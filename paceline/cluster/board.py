@@ -1,0 +1,193 @@
+"""The board: a page of shared memory on which each worker writes where it is.
+
+The agent reads it to draw progress and to say on whom a run waits; workers read its abort word in
+every waiting loop, so that one machine's processes stop together. It is created as a memfd and
+passed by descriptor: nothing of it can be left behind. No torch in here.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+_WORDS = 64  # 64-bit words in the header and in each row: whole cache lines, so writers never share one
+_PLACE_AT, _PLACE_BYTES = 32, 256  # the second half of a row is text
+
+
+class Abort(enum.IntEnum):
+    """Why every waiting loop of this machine must end."""
+
+    NONE = 0
+    WORKER_LOST = 1
+    STOPPING = 2
+
+
+class Phase(enum.IntEnum):
+    """What a worker is doing, in words that fit behind «worker 2 is …»."""
+
+    STARTING = 0
+    WAITING_FOR_MAIN = 1
+    SCRIPT = 2
+    DATA = 3
+    COMPUTE = 4
+    REDUCE = 5
+    EVALUATE = 6
+    FINISHED = 7
+    FAILED = 8
+
+    @property
+    def words(self) -> str:
+        return _PHASE_WORDS[self]
+
+
+_PHASE_WORDS = {
+    Phase.STARTING: "starting",
+    Phase.WAITING_FOR_MAIN: "waiting for worker 0 to reach prepare()",
+    Phase.SCRIPT: "running the script outside a step",
+    Phase.DATA: "loading data",
+    Phase.COMPUTE: "computing",
+    Phase.REDUCE: "waiting for the others",
+    Phase.EVALUATE: "evaluating",
+    Phase.FINISHED: "finished",
+    Phase.FAILED: "failed",
+}
+
+_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR = range(9)
+_ABORT, _MAIN_READY, _STOP = range(3)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One worker's row, read at one moment."""
+
+    worker: int
+    pid: int
+    phase: Phase
+    since_s: float
+    step: int
+    epoch: int
+    total_steps: int
+    samples: int
+    metric: float
+    place: str
+    waits_for: int | None
+    """The worker it has been waiting for, once that has lasted a second."""
+
+
+class Board:
+    """Rows of plain words, one row a worker. Only worker k writes row k; only the agent the header."""
+
+    def __init__(self, fd: int, workers: int) -> None:
+        self.fd, self.workers = fd, workers
+        self._map = mmap.mmap(fd, self.size_for(workers))
+        self._words = memoryview(self._map).cast("q")
+
+    @staticmethod
+    def size_for(workers: int) -> int:
+        return _WORDS * 8 * (1 + workers)
+
+    @classmethod
+    def create(cls, workers: int) -> Board:
+        fd = os.memfd_create("paceline-board", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.size_for(workers))
+        return cls(fd, workers)
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+        os.close(self.fd)
+
+    # the header: written by the agent (and `main_ready` by worker 0)
+
+    @property
+    def abort(self) -> Abort:
+        return Abort(self._words[_ABORT])
+
+    @abort.setter
+    def abort(self, value: Abort) -> None:
+        self._words[_ABORT] = int(value)
+
+    @property
+    def main_ready(self) -> bool:
+        return bool(self._words[_MAIN_READY])
+
+    @main_ready.setter
+    def main_ready(self, value: bool) -> None:
+        self._words[_MAIN_READY] = int(value)
+
+    @property
+    def stop_asked(self) -> bool:
+        """The user asked for a clean stop (Ctrl-C once)."""
+        return bool(self._words[_STOP])
+
+    @stop_asked.setter
+    def stop_asked(self, value: bool) -> None:
+        self._words[_STOP] = int(value)
+
+    # the rows
+
+    def row(self, worker: int) -> Row:
+        return Row(self, worker)
+
+    def see(self, worker: int) -> Seen:
+        base = _WORDS * (1 + worker)
+        words = self._words[base : base + 9].tolist()
+        text_at = (base + _PLACE_AT) * 8
+        text = self._map[text_at : text_at + _PLACE_BYTES].split(b"\0", 1)[0].decode("utf-8", "replace")
+        since = (time.monotonic_ns() - words[_SINCE]) / 1e9 if words[_SINCE] else 0.0
+        return Seen(
+            worker=worker,
+            pid=words[_PID],
+            phase=Phase(words[_PHASE]),
+            since_s=since,
+            step=words[_STEP],
+            epoch=words[_EPOCH],
+            total_steps=words[_TOTAL],
+            samples=words[_SAMPLES],
+            metric=struct.unpack("d", struct.pack("q", words[_METRIC]))[0],
+            place=text,
+            waits_for=words[_WAITS_FOR] - 1 if words[_WAITS_FOR] else None,
+        )
+
+
+class Row:
+    """The row that one worker writes. Each write is one store of 64 bits (about 50 ns)."""
+
+    def __init__(self, board: Board, worker: int) -> None:
+        base = _WORDS * (1 + worker)
+        self._words = board._words[base : base + _WORDS]
+        self._map, self._text_at = board._map, (base + _PLACE_AT) * 8
+
+    def enter(self, phase: Phase) -> None:
+        words = self._words
+        words[_PHASE] = phase
+        words[_SINCE] = time.monotonic_ns()
+        words[_WAITS_FOR] = 0
+
+    def waits_for(self, worker: int) -> None:
+        self._words[_WAITS_FOR] = worker + 1
+
+    def progress(self, step: int, epoch: int, samples: int) -> None:
+        words = self._words
+        words[_STEP], words[_EPOCH], words[_SAMPLES] = step, epoch, samples
+
+    def describe(self, *, pid: int | None = None, total_steps: int | None = None) -> None:
+        if pid is not None:
+            self._words[_PID] = pid
+        if total_steps is not None:
+            self._words[_TOTAL] = total_steps
+
+    def metric(self, value: float) -> None:
+        self._words[_METRIC] = struct.unpack("q", struct.pack("d", value))[0]
+
+    def place(self, text: str) -> None:
+        """Where in the script this worker is: written on the slow paths only."""
+        raw = text.encode()[: _PLACE_BYTES - 1] + b"\0"
+        self._map[self._text_at : self._text_at + len(raw)] = raw
+
+    def release(self) -> None:
+        self._words.release()

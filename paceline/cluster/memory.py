@@ -1,0 +1,80 @@
+"""Shared memory on demand: made by the agent, handed out by descriptor. No torch in here.
+
+memfd, not /dev/shm: a named segment is unlinked under the living when an attached process is killed
+(measured), and containers often give /dev/shm 64 MB.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.cluster.control import Granted, Refused
+
+
+def available_bytes() -> int:
+    """What the machine (or this process's cgroup) can still give."""
+    free = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def words(size: int) -> str:
+    """1536 → '1.5 KiB'"""
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}"
+
+
+class Segments:
+    """Segments by name; the first who asks makes one, the rest share it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._made: dict[str, tuple[int, int]] = {}
+
+    def grant(self, name: str, size: int, workers: int) -> tuple[Granted | Refused, int | None]:
+        if name in self._made:
+            fd, known = self._made[name]
+            if known != size:
+                return Refused(f"workers disagree on the size of {name}: {known} and {size} bytes"), None
+            return Granted(size), fd
+        free = available_bytes()
+        if self._limit:
+            free = min(free, self._limit - self._taken)
+        if size > free:
+            return Refused(
+                f"shared memory is too small: {workers} workers need {words(size)} for their gradients, {words(max(0, free))} "
+                "is free. Use fewer workers, raise --shm-limit or the container's memory, or pass --transport gloo"
+            ), None
+        fd = os.memfd_create(f"paceline-{name.replace('/', '-')}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            # Take the pages now: running out later would be a SIGBUS in the middle of a step.
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            os.close(fd)
+            return Refused(
+                f"no shared memory: {words(size)} asked for, the kernel said {error.strerror}. Use fewer workers, or pass "
+                "--transport gloo"
+            ), None
+        self._made[name] = (fd, size)
+        self._taken += size
+        return Granted(size), fd
+
+    def close(self) -> None:
+        for fd, _ in self._made.values():
+            os.close(fd)
+        self._made = {}

@@ -1,0 +1,353 @@
+"""From a user's DataLoader to the shares of this worker's slots.
+
+The user's loader keeps its collate function, worker processes, pinning and subclass. Only its batch
+sampler is replaced, on a copy; the loader the user holds turns into a view of the run: iterating it
+gives global batches, and its length is the steps of an epoch at any worker count.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from paceline.data.order import Order, Sampled, Shuffled, mix
+from paceline.data.partition import BatchShares, GivenBatches, ItemShares, RowShares, Shares, Split
+from paceline.data.random import set_seed
+from paceline.errors import UsageError
+
+_ITEM = 7  # keeps item seeds apart from step seeds
+_ORIGINAL = "_paceline_original"
+
+
+def place(value: Any, device: torch.device) -> Any:
+    """The same batch on the device, every tensor aligned to 64 bytes.
+
+    Vectorised kernels treat an unaligned head differently, so a share that happens to lie two bytes
+    further in memory would give other bits.
+    """
+    if isinstance(value, torch.Tensor):
+        if device.type != "cpu":
+            return value.to(device, non_blocking=True)
+        return value if value.data_ptr() % 64 == 0 else value.clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(place(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(place(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, place(item, device)) for key, item in value.items())
+    return value
+
+
+def leading_size(value: Any) -> int:
+    """How many samples a collated batch holds: the length of its first tensor, else 1."""
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.dim() else 1
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and value:
+        return leading_size(value[0])
+    return 1
+
+
+class Feed(Protocol):
+    """Where a run's shares come from, whatever the user's loader was."""
+
+    steps: int | None
+    """Steps of an epoch; None when only the stream knows."""
+    batch: int | None
+    """The global batch, where there is one."""
+
+    def start(self, epoch: int, first_step: int, slots: range) -> None:
+        """Aim at a position; the next `share` is (first_step, slots[0])."""
+
+    def sizes(self, epoch: int, step: int) -> list[int] | None:
+        """Samples in each slot's share, or None if that is known only once they are loaded."""
+
+    def share(self, epoch: int, step: int, slot: int) -> Any:
+        """The collated share, or None when this slot has no sample in this step."""
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        """Some sample of this step, for a worker whose slot has none."""
+
+    def stop(self) -> None:
+        """Let go of loader processes."""
+
+
+class _Seeded(Dataset[Any]):
+    """A map-style data set whose random augmentation depends on the sample alone."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getitem__(self, tagged: tuple[int, int]) -> Any:
+        key, index = tagged
+        set_seed(mix(key, index))
+        return self.inner[index]
+
+
+class _SeededMany(_Seeded):
+    """The same for data sets that fetch several samples in one call."""
+
+    def __getitems__(self, tagged: list[tuple[int, int]]) -> Any:
+        set_seed(mix(*tagged[0]))
+        return self.inner.__getitems__([index for _, index in tagged])
+
+
+class _Aim:
+    """A batch sampler that can be pointed at a position: (epoch, step) and the slots to serve."""
+
+    def __init__(self, shares: Shares, seed: int, single: bool) -> None:
+        self.shares, self._seed, self._single = shares, seed, single
+        self.epoch, self.first, self.slots = 0, 0, range(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        key = mix(self._seed, self.epoch, _ITEM)
+        for step in range(self.first, self.shares.steps):
+            for slot in self.slots:
+                ids = self.shares.ids(self.epoch, step, slot).tolist()
+                if ids:
+                    yield (key, ids[0]) if self._single else [(key, index) for index in ids]
+
+    def __len__(self) -> int:
+        return (self.shares.steps - self.first) * len(self.slots)
+
+
+class MapFeed:
+    """Any map-style data set, through the user's own DataLoader."""
+
+    def __init__(self, loader: DataLoader[Any], shares: Shares, seed: int) -> None:
+        self.steps: int | None = shares.steps
+        self.batch = loader.batch_size
+        self._shares = shares
+        self._aim = _Aim(shares, seed, single=loader.batch_sampler is None)
+        many = hasattr(loader.dataset, "__getitems__")
+        inner = (_SeededMany if many else _Seeded)(loader.dataset)
+        self._loader = _with_sampler(loader, self._aim, inner)
+        self._items: Iterator[Any] | None = None
+        self._dataset: Any = loader.dataset
+        self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
+
+    def start(self, epoch: int, first_step: int, slots: range) -> None:
+        aim = self._aim
+        aim.epoch, aim.first, aim.slots = epoch, first_step, slots
+        self._items = iter(self._loader)
+
+    def sizes(self, epoch: int, step: int) -> list[int] | None:
+        return self._shares.sizes(epoch, step)
+
+    def share(self, epoch: int, step: int, slot: int) -> Any:
+        if self._items is None or not len(self._shares.ids(epoch, step, slot)):
+            return None
+        return next(self._items)
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        index = int(self._shares.ids(epoch, step, 0)[0])
+        set_seed(mix(index))
+        sample = self._dataset[index]
+        return sample if self._collate is None else self._collate([sample])
+
+    def stop(self) -> None:
+        self._items = None
+
+
+class TensorFeed:
+    """A TensorDataset under the default collate: rows are taken by one indexed copy."""
+
+    def __init__(self, loader: DataLoader[Any], shares: Shares) -> None:
+        self.steps: int | None = shares.steps
+        self.batch = loader.batch_size
+        self._shares = shares
+        self._tensors = loader.dataset.tensors  # type: ignore[attr-defined]
+        self._pin = loader.pin_memory
+
+    def start(self, epoch: int, first_step: int, slots: range) -> None:
+        return
+
+    def sizes(self, epoch: int, step: int) -> list[int] | None:
+        return self._shares.sizes(epoch, step)
+
+    def share(self, epoch: int, step: int, slot: int) -> Any:
+        ids = self._shares.ids(epoch, step, slot)
+        if not len(ids):
+            return None
+        rows = torch.from_numpy(ids)
+        share = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+        return [tensor.pin_memory() for tensor in share] if self._pin else share
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        first = int(self._shares.ids(epoch, step, 0)[0])
+        return [tensor[first : first + 1] for tensor in self._tensors]
+
+    def stop(self) -> None:
+        return
+
+
+class StreamFeed:
+    """An IterableDataset: item j belongs to step j // slots, slot j % slots.
+
+    Every worker reads the whole stream and keeps its own items, so that all know how large the
+    others' are and when it ends; a resume skips what was trained.
+    """
+
+    def __init__(self, loader: Iterable[Any], slots: int, seed: int) -> None:
+        self.steps: int | None = None
+        self.batch: int | None = None
+        self._loader, self._slots, self._seed = loader, slots, seed
+        self._items: Iterator[Any] = iter(())
+        self._epoch, self._step, self._at = 0, -1, 0
+        self._held: list[Any] = []
+
+    def start(self, epoch: int, first_step: int, slots: range) -> None:
+        self._epoch, self._step, self._at = epoch, -1, 0
+        set_seed(mix(self._seed, epoch, _ITEM))
+        self._items = iter(self._loader)
+        while self._step < first_step - 1:
+            self._read_step()
+
+    def _read_step(self) -> None:
+        self._held, self._step = [], self._step + 1
+        for _ in range(self._slots):
+            set_seed(mix(self._seed, self._epoch, _ITEM, self._at))
+            self._held.append(next(self._items, None))
+            self._at += 1
+
+    def sizes(self, epoch: int, step: int) -> list[int] | None:
+        while self._step < step:
+            self._read_step()
+        return [0 if item is None else leading_size(item) for item in self._held]
+
+    def share(self, epoch: int, step: int, slot: int) -> Any:
+        while self._step < step:
+            self._read_step()
+        return self._held[slot]
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        return self._held[0]
+
+    def stop(self) -> None:
+        self._items, self._held = iter(()), []
+
+
+def _copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy of the loader as the user made it, even if the run has adopted it since."""
+    inner = copy.copy(loader)
+    inner.__class__ = getattr(type(loader), _ORIGINAL, type(loader))
+    inner.__dict__["_iterator"] = None
+    return inner
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Any, dataset: Any) -> DataLoader[Any]:
+    """A copy of the loader that draws its batches from `sampler`.
+
+    DataLoader forbids setting these names after construction, but says nothing about a copy's dict:
+    a rebuilt loader would lose a subclass's own attributes.
+    """
+    inner = _copy_of(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    inner.__dict__.update({name: sampler, "dataset": dataset})
+    return inner
+
+
+def strided(loader: DataLoader[Any], first: int, stride: int) -> Iterator[tuple[int, Any]]:
+    """The loader's own batches number first, first + stride, …, each with its number."""
+    if isinstance(loader.dataset, IterableDataset):
+        for number, item in enumerate(_copy_of(loader)):
+            if number % stride == first:
+                yield number, item
+        return
+    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    mine = list(source)[first::stride]
+    inner = _with_sampler(loader, mine, loader.dataset)
+    yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)
+
+
+def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
+    """The feed for what the user gave to prepare()."""
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"prepare() was given a {type(loader).__name__} as loader; give a torch DataLoader "
+            "(for arrays: DataLoader(TensorDataset(torch.from_numpy(x), ...), batch_size=...))"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamFeed(_copy_of(loader), slots, seed)
+    n = _size_of(loader.dataset)
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if batches is None:
+        return MapFeed(loader, ItemShares(_order_of(sampler, n, seed), slots), seed)
+    if type(batches) is not BatchSampler:
+        return MapFeed(loader, GivenBatches(batches, slots, split, seed), seed)
+    batch, drop_last = batches.batch_size, batches.drop_last
+    if split.kind == "rows":
+        shuffle = isinstance(sampler, RandomSampler)
+        shares: Shares = RowShares(n, batch, slots, seed, shuffle, drop_last)
+    else:
+        if batch < slots:
+            raise UsageError(
+                f"the batch of {batch} is smaller than the {slots} slots, so some would never train: "
+                f"raise batch_size to {slots} or more, or pass --slots {batch}"
+            )
+        shares = BatchShares(_order_of(sampler, n, seed), batch, slots, split, drop_last)
+    if shares.steps == 0:
+        raise UsageError(
+            f"drop_last=True with a batch of {batch} leaves no step in a data set of {n} samples"
+        )
+    if (
+        type(loader.dataset) is TensorDataset
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+    ):
+        return TensorFeed(loader, shares)
+    return MapFeed(loader, shares, seed)
+
+
+def _size_of(dataset: Any) -> int:
+    try:
+        n = len(dataset)
+    except TypeError:
+        raise UsageError(
+            f"the data set {type(dataset).__name__} has no length: give it __len__, or make it an IterableDataset"
+        ) from None
+    if n == 0:
+        raise UsageError(f"the data set {type(dataset).__name__} is empty: there is nothing to train on")
+    return int(n)
+
+
+def _order_of(sampler: Any, n: int, seed: int) -> Order:
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return Shuffled(n, seed)
+    if type(sampler) is SequentialSampler:
+        return Order(n)
+    return Sampled(sampler, seed)
+
+
+def adopt(loader: Any, iterate: Callable[[], Iterator[Any]], length: Callable[[], int]) -> None:
+    """Turn the user's loader into a view of the run, in place: the object they hold stays theirs.
+
+    Its class is swapped for a subclass of its own; one base, because Python swaps only classes of the
+    same layout.
+    """
+    kind = type(loader)
+    members = {
+        "__module__": kind.__module__,
+        "__iter__": lambda _self: iterate(),
+        "__len__": lambda _self: length(),
+        _ORIGINAL: kind,
+    }
+    loader.__class__ = type(kind.__name__, (kind,), members)
+
+
+def adopted(loader: Any) -> bool:
+    return hasattr(type(loader), _ORIGINAL)

@@ -1,0 +1,38 @@
+"""Every error Paceline raises on purpose, in one small tree.
+
+    PacelineError            anything below; str(error) says what, where and what to do
+    ├── UsageError           the script or the command line must change (exit code 2)
+    ├── MismatchError        the workers came to different places in the script
+    ├── PeerLostError        another worker died or the run is being stopped
+    └── ResourceError        the machine cannot hold what the run needs
+
+`ValueError` is not used for these, so that a script's own ``except ValueError`` never hides one.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """The root of the tree."""
+
+    exit_code = 1
+
+
+class UsageError(PacelineError):
+    """The script or the command line must change; retrying will not help."""
+
+    exit_code = 2
+
+
+class MismatchError(PacelineError):
+    """The workers came to different places in the script, so nothing can be combined."""
+
+
+class PeerLostError(PacelineError):
+    """Another worker died, or the agent is stopping the run, while this one waited."""
+
+
+class ResourceError(PacelineError):
+    """The machine cannot hold what the run needs."""
+
+    exit_code = 2

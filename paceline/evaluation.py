@@ -1,0 +1,131 @@
+"""Evaluation and prediction, split over the workers: each sample once, the same bits at any count.
+
+A loader's own batches are dealt out one by one (worker k takes numbers k, k + n, …), so what is in a
+batch never depends on the worker count. Per-batch results are brought together and added in the
+batches' order, in double precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.cluster.board import Phase
+from paceline.data.loader import place, strided
+from paceline.data.order import mix
+from paceline.data.random import seeded, set_seed
+from paceline.errors import UsageError
+from paceline.session import user_line
+
+if TYPE_CHECKING:
+    from paceline.run import Run
+
+_KEY = mix(101)
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    )  # fmt: skip
+}
+
+
+class _Array(msgspec.Struct, array_like=True):
+    number: int
+    dtype: str
+    shape: list[int]
+    raw: bytes
+
+
+def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict[str, float]:
+    mine: list[tuple[int, dict[str, float]]] = []
+    with _at_evaluation(run, "evaluate()"):
+        for number, batch in _own_batches(run, loader):
+            sums = fn(batch)
+            if not isinstance(sums, dict):
+                raise UsageError(
+                    f"{user_line()}: the function given to evaluate() returned a {type(sums).__name__}; it must return a "
+                    'dict of sums over its batch, such as {"correct": …, "count": len(y)}'
+                )
+            mine.append((number, {name: float(value) for name, value in sums.items()}))
+        payloads = run.peers.gather(_KEY, msgspec.msgpack.encode(mine))
+    parts = sorted(
+        (
+            part
+            for raw in payloads
+            for part in msgspec.msgpack.decode(raw, type=list[tuple[int, dict[str, float]]])
+        ),
+        key=lambda part: part[0],
+    )
+    totals: dict[str, float] = {}
+    for _, sums in parts:
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def predict(run: Run, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.Tensor:
+    mine: list[_Array] = []
+    with _at_evaluation(run, "predict()"):
+        for number, batch in _own_batches(run, loader):
+            value = fn(batch)
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(f"{user_line()}: the function given to predict() must return a tensor")
+            value = value.detach().cpu().contiguous()
+            raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            mine.append(_Array(number, str(value.dtype), list(value.shape), raw))
+        payloads = run.peers.gather(_KEY, msgspec.msgpack.encode(mine))
+    arrays = [item for raw in payloads for item in msgspec.msgpack.decode(raw, type=list[_Array])]
+    arrays.sort(key=lambda item: item.number)
+    if not arrays:
+        return torch.empty(0)
+    return torch.cat([_tensor(item) for item in arrays])
+
+
+def _tensor(item: _Array) -> torch.Tensor:
+    if not item.raw:
+        return torch.empty(item.shape, dtype=_DTYPES[item.dtype])
+    raw = np.frombuffer(item.raw, dtype=np.uint8).copy()
+    return torch.from_numpy(raw).view(_DTYPES[item.dtype]).reshape(item.shape)
+
+
+def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}"
+        )
+    for number, batch in strided(loader, run.peers.rank, run.peers.size):
+        set_seed(mix(run.settings.seed, _KEY, number), run.device)
+        yield number, place(batch, run.device)
+
+
+@contextmanager
+def _at_evaluation(run: Run, words: str) -> Iterator[None]:
+    """Models in eval mode and no gradients inside; everything as it was afterwards."""
+    session = run._session
+    session.at = words
+    session.row.enter(Phase.EVALUATE)
+    models = [(module, module.training) for model in run._replica.models for module in model.modules()]
+    for model in run._replica.models:
+        model.eval()
+    try:
+        with torch.no_grad(), seeded(mix(run.settings.seed, _KEY)):
+            yield
+    finally:
+        for module, training in models:
+            module.training = training
+        session.row.enter(Phase.SCRIPT)

@@ -1,0 +1,1 @@
+"""How processes start: their environment, and the first code each runs."""

@@ -1,0 +1,167 @@
+"""The first code a worker runs: the user's script, as if by `python script.py`, and its end.
+
+An exception is told to the agent with the frames of the script alone, so that no decorator is needed
+in it; the log file has it in full. No torch in here: a script that never trains should start fast.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import traceback
+from types import ModuleType, TracebackType
+from typing import Any
+
+from paceline.cluster.control import Failed, Link
+from paceline.errors import PacelineError, PeerLostError
+from paceline.launch.environment import ticket
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def main() -> None:
+    """`python -m paceline.launch.boot [-m] TARGET ARGS…`"""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    arguments = sys.argv[1:]
+    as_module = arguments[0] == "-m"
+    target, rest = (arguments[1], arguments[2:]) if as_module else (arguments[0], arguments[1:])
+    code = 0
+    try:
+        _run_target(target, rest, as_module)
+        code = _finish()
+    except SystemExit as error:
+        code = _after_exit(error)
+    except BaseException as error:  # noqa: BLE001  whatever ends a script ends here, and is told
+        code = _report(error)
+    _leave(code)
+
+
+def _run_target(target: str, rest: list[str], as_module: bool) -> None:
+    if as_module:
+        sys.argv = [target, *rest]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    path = os.path.abspath(target)
+    sys.argv = [target, *rest]
+    sys.path.insert(0, os.path.dirname(path))
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    # A real __main__ module, not runpy's temporary one: loader processes look it up by name.
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _current_run() -> Any:
+    module = sys.modules.get("paceline.run")
+    return getattr(module, "current", None)
+
+
+def _finish() -> int:
+    """The script came to its end: so does the run."""
+    run = _current_run()
+    if run is None:
+        handed = ticket()
+        if handed is not None and handed.worker == 0:
+            raise _NeverCalled(
+                "the script ended without paceline.init(), so every worker ran it by itself. Add `run = paceline.init()` "
+                "and `run.prepare(model, optimizer, loader)`; see `paceline run --help`"
+            )
+        return 0
+    run.finish()
+    return 0
+
+
+class _NeverCalled(PacelineError):
+    exit_code = 2
+
+
+def _after_exit(error: SystemExit) -> int:
+    code = error.code
+    number = code if isinstance(code, int) else 0 if code is None else 1
+    if number == 0:
+        try:
+            return _finish()
+        except BaseException as late:  # noqa: BLE001
+            return _report(late)
+    text = f"the script called sys.exit({code!r})"
+    sys.stdout.flush()
+    _tell(Failed(text, _frames(error, error.__traceback__), number, follows=False))
+    sys.stderr.write(f"{text}\n")
+    return number
+
+
+def _report(error: BaseException) -> int:
+    own = isinstance(error, PacelineError)
+    code = error.exit_code if isinstance(error, PacelineError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        code = 130
+    text = f"{error}" if own else "".join(traceback.format_exception_only(error)).strip()
+    trace = "" if own and code == 2 else _frames(error, error.__traceback__)
+    follows = isinstance(error, (PeerLostError, KeyboardInterrupt))
+    sys.stdout.flush()
+    _tell(Failed(text, trace, code, follows=follows))
+    sys.stderr.write((trace or text) + "\n")
+    return code
+
+
+def _frames(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback from the user's first own line on."""
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_HERE, "<frozen"))
+
+
+def _tell(failed: Failed) -> None:
+    run = _current_run()
+    if run is not None:
+        run._session.fail(failed)
+        return
+    handed = ticket()
+    if handed is None:
+        return
+    try:
+        # A script that fails before init() has no session yet: say it over a link of its own.
+        from paceline.cluster.control import Hello
+
+        link = Link(handed.address, bytes.fromhex(handed.secret))
+        _, fds = link.ask(Hello(handed.worker, os.getpid()))
+        for fd in fds:
+            os.close(fd)
+        link.tell(failed)
+        link.close()
+    except OSError:
+        return
+
+
+def _leave(code: int) -> None:
+    """Leave without destructors: a process group whose peers are gone can abort in its own (measured)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code) if code else _leave_cleanly()
+
+
+def _leave_cleanly() -> None:
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

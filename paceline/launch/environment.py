@@ -1,0 +1,81 @@
+"""The environment a worker starts with, and how it finds its run. No torch in here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MARK = "PACELINE_TICKET"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the agent hands a worker: who it is, and where its agent listens."""
+
+    worker: int
+    address: str
+    secret: str
+    folder: str
+    flags: dict[str, Any]
+    dry_run: bool = False
+
+    def encode(self) -> str:
+        return json.dumps(self.__dict__)
+
+
+def ticket() -> Ticket | None:
+    """This process's ticket, if an agent started it."""
+    raw = os.environ.get(MARK)
+    return Ticket(**json.loads(raw)) if raw else None
+
+
+def bit_environment(threads: int) -> dict[str, str]:
+    """What must be set before torch is imported, or other worker counts give other bits (measured)."""
+    return {
+        # MKL picks code paths by alignment and count of threads unless told not to.
+        "MKL_CBWR": "AVX2",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        # cuBLAS needs it for deterministic results.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # Large gradients come from the heap, not from fresh pages at every step.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
+    }
+
+
+def worker_environment(
+    base: Mapping[str, str], ticket: Ticket, threads: int, gpus: list[str] | None, share: bool
+) -> dict[str, str]:
+    """The base environment, plus the ticket, the bits' needs and one visible GPU.
+
+    RANK, WORLD_SIZE and friends are taken out: scripts that look for them would start groups of
+    their own.
+    """
+    env = {
+        k: v
+        for k, v in base.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    env.update(bit_environment(threads))
+    env[MARK] = ticket.encode()
+    env["PYTHONUNBUFFERED"] = "1"
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = gpus[ticket.worker % len(gpus)] if share else gpus[ticket.worker]
+    return env
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES would name them, without starting CUDA."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is not None:
+        return [part.strip() for part in asked.split(",") if part.strip() not in ("", "-1")]
+    try:
+        names = os.listdir("/proc/driver/nvidia/gpus")
+    except OSError:
+        return []
+    return [str(number) for number in range(len(names))]

@@ -1,0 +1,160 @@
+"""A run's settings: few, each with an owner, and each value knows where it came from.
+
+A flag on the command line wins over an argument of `paceline.init()`, which wins over the default.
+No torch in here: the command line reads it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import UsageError
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    workers: int = _setting(1, "processes that train")
+    slots: int = _setting(
+        0, "logical workers; fixed for the whole run (0: the next power of two from workers)"
+    )
+    threads: int = _setting(
+        1, "threads of each worker; part of the run's bits, never derived from the machine"
+    )
+    seed: int = _setting(0, "seed of weights, sample order and every random draw")
+    strategy: str = _setting("allreduce", "how workers keep in step")
+    precision: str = _setting("fp32", "fp32, bf16 or fp16 for the models' forward passes")
+    device: str = _setting("auto", "auto, cpu or cuda")
+    share_gpus: bool = _setting(False, "let several workers use one GPU")
+    transport: str = _setting("auto", "auto, shm, gloo or nccl: how tensors move between workers")
+    shm_limit: int = _setting(0, "most bytes of shared memory the run may take (0: what is free)")
+    split: str = _setting("even", "how data is cut: even, rows, or one weight a slot")
+    steps: int = _setting(0, "stop after this many steps (0: no limit)")
+    epochs: int = _setting(0, "train this many epochs instead of the script's own number (0: the script's)")
+    seconds: float = _setting(0.0, "stop after this many seconds (0: no limit)")
+    target: str = _setting("", "stop when a logged metric gets there, such as accuracy>=0.9")
+
+    def resolved(self) -> Settings:
+        """With every value checked, and the defaults that follow from others filled in."""
+        _check(self)
+        slots = self.slots or next_power_of_two(self.workers)
+        if slots < self.workers:
+            raise UsageError(
+                f"{self.workers} workers for {slots} slots: a worker without a slot would have nothing to do; "
+                f"pass -n {slots} or --slots {self.workers} or more"
+            )
+        return dataclasses.replace(self, slots=slots)
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _check(s: Settings) -> None:
+    for name, least in (
+        ("workers", 1),
+        ("slots", 0),
+        ("threads", 1),
+        ("steps", 0),
+        ("epochs", 0),
+        ("seconds", 0),
+    ):
+        value = getattr(s, name)
+        if value < least:
+            raise UsageError(f"--{name} must be {least} or more; it is {value}")
+    for name, known in (("precision", PRECISIONS), ("transport", TRANSPORTS), ("device", DEVICES)):
+        if getattr(s, name) not in known:
+            raise UsageError(f"--{name} {getattr(s, name)!r} is none of: {', '.join(known)}")
+    if s.target:
+        Target.parse(s.target)
+    from paceline.strategies import check
+
+    check(s.strategy)
+
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A goal for a logged metric: ``accuracy>=0.9``."""
+
+    metric: str
+    relation: str
+    value: float
+
+    @staticmethod
+    def parse(text: str) -> Target:
+        match = re.fullmatch(r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([-+.\deE]+)\s*", text)
+        try:
+            if match:
+                return Target(match[1], match[2], float(match[3]))
+        except ValueError:
+            pass
+        raise UsageError(f"--target {text!r} is no goal; write it like accuracy>=0.9 or loss<0.1")
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        return self.metric in metrics and _OPERATORS[self.relation](metrics[self.metric], self.value)
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When a run ends by itself. Pure: the clock is an argument."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    target: Target | None = None
+
+    @staticmethod
+    def of(settings: Settings) -> StopRules:
+        target = Target.parse(settings.target) if settings.target else None
+        return StopRules(settings.steps, settings.seconds, target)
+
+    def due(self, step: int, elapsed_s: float, metrics: Mapping[str, float]) -> str | None:
+        """Why the run should stop now, or None."""
+        if self.steps and step >= self.steps:
+            return f"step limit {self.steps} reached"
+        if self.seconds and elapsed_s >= self.seconds:
+            return f"time limit {self.seconds:g} s reached"
+        if self.target and self.target.reached(metrics):
+            return f"target {self.target.metric}{self.target.relation}{self.target.value:g} reached"
+        return None
+
+
+Origins = dict[str, str]
+
+
+def merge(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Settings, Origins]:
+    """The resolved settings and, for each, its origin: flag, argument, default or derived."""
+    known = {f.name for f in dataclasses.fields(Settings)}
+    for name in arguments:
+        if name not in known:
+            raise UsageError(
+                f"paceline.init() has no setting {name!r}; there are: {', '.join(sorted(known))}"
+            )
+    values = {**{k: v for k, v in arguments.items() if v is not None}, **flags}
+    settings = Settings(**values)
+    resolved = settings.resolved()
+    origins = {}
+    for name in (f.name for f in dataclasses.fields(Settings)):
+        origins[name] = "flag" if name in flags else "argument" if name in values else "default"
+        if getattr(resolved, name) != getattr(settings, name):
+            origins[name] = "derived"
+    return resolved, origins

@@ -1,0 +1,1 @@
+"""What survives: hashes of weights, and files that others can load."""

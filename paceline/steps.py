@@ -1,0 +1,337 @@
+"""The state of the step in hand: where the run is, what the script may do now, where time went.
+
+`Stepper` turns what a script does (asks for a batch, loops over shares, calls backward) into calls on
+the strategy. It knows no models, no files and no terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.cluster.board import Phase
+from paceline.data.loader import Feed, leading_size, place
+from paceline.data.order import mix
+from paceline.data.random import set_seed
+from paceline.errors import MismatchError, UsageError
+from paceline.session import Session, user_line
+from paceline.strategies.base import Point, Strategy
+from paceline.tensors.peers import Peers
+from paceline.tensors.tree import Plan
+
+_IN_SHARE, _OUTSIDE = 1, 2  # keep the seeds of shares and of the code around them apart
+STOP, SAMPLES, DIGEST = range(3)
+"""Lanes of a reduce point: an asked-for stop, samples drawn, a digest of settings."""
+
+
+@dataclass
+class TimeSplit:
+    """Seconds of training, by what they were spent on; `compute` is the rest."""
+
+    data: float = 0.0
+    communication: float = 0.0
+    wait: float = 0.0
+    total: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        compute = max(0.0, self.total - self.data - self.communication - self.wait)
+        parts = {
+            "data": self.data,
+            "compute": compute,
+            "communication": self.communication,
+            "wait": self.wait,
+        }
+        return {name: round(seconds, 4) for name, seconds in parts.items()}
+
+
+class Batch:
+    """One global batch: a handle, from which this worker's shares are drawn in order.
+
+    A script that unpacks it (`x, y = batch`) has a flat loop while its worker carries several slots;
+    it is told which line to add.
+    """
+
+    __slots__ = ("_stepper", "drawn", "epoch", "feed", "loaded", "number", "sizes")
+
+    def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
+        self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
+        self.sizes = feed.sizes(epoch, number)
+        self.loaded: tuple[int, Any] | None = None
+        self.drawn = 0
+        """Samples drawn from it by this worker so far."""
+
+    def share(self, slot: int) -> Any:
+        """The slot's share on the device; None if it has no sample. The last one is kept."""
+        if self.loaded is None or self.loaded[0] != slot:
+            value = self.feed.share(self.epoch, self.number, slot)
+            if value is not None:
+                self.drawn += self.sizes[slot] if self.sizes is not None else leading_size(value)
+                value = place(value, self._stepper.device)
+            self.loaded = (slot, value)
+        return self.loaded[1]
+
+    def offered(self) -> Any:
+        """What the script's loop variable gets where this worker carries one slot.
+
+        A slot without a sample is lent another's, at weight 0: a flat loop must have something to do.
+        """
+        share = self.share(self._stepper.mine[0])
+        if share is None:
+            return place(self.feed.stand_in(self.epoch, self.number), self._stepper.device)
+        return share
+
+    def weight(self, slot: int, share: Any) -> float:
+        """What this share counts for: 1 when all are alike, else its samples."""
+        if self.sizes is None:
+            return float(leading_size(share))
+        if self.sizes[0] == self.sizes[-1]:
+            return 1.0
+        return float(self.sizes[slot])
+
+    def _flat(self) -> NoReturn:
+        raise UsageError(
+            f"{user_line()}: a flat loop with {self._stepper.slots} slots on {self._stepper.workers} workers: this "
+            "worker has several shares of the batch. Add the inner loop `for x, y in run.slots():` around forward "
+            f"and backward, or start with --slots {self._stepper.workers}"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._flat()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._flat()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._flat()
+
+
+class Stepper:
+    """Drives the strategy through the reduce points of each step."""
+
+    def __init__(self, session: Session, peers: Peers, strategy: Strategy, scaled: bool) -> None:
+        self._session, self._peers, self._strategy = session, peers, strategy
+        self.device, self.workers, self.slots = session.device, session.workers, session.settings.slots
+        self._seed, self._row = session.settings.seed, session.row
+        self.mine = range(*Plan.of(self.slots, self.workers).ranges[session.worker])
+        self.flat_allowed = self.slots == self.workers
+        self.alone = self.slots == 1 and not scaled
+        """One share a step: nothing is folded, nobody is met."""
+        self.step = self.epoch = self.samples = self.call = 0
+        self.batch: Batch | None = None
+        self.active = False
+        """Between the start of a step and its end."""
+        self.inside = False
+        """Within the body of run.slots()."""
+        self.left_early: str | None = None
+        self.split = TimeSplit()
+        self._draws = 0
+        self._mark = 0.0
+        self.stop_code: Callable[[], int] = lambda: 0
+        self.settings_digest: Callable[[], int] = lambda: 0
+        self.committed: Callable[[list[int]], None] = lambda codes: None
+        """Called after each reduce point with every worker's stop code."""
+        self._flat_point: Point | None = None
+        strategy.on_flat_backward(self._flat_begins, self._flat_ends)
+
+    # steps
+
+    def begin(self, batch: Batch | None) -> None:
+        self.batch, self.call, self._draws, self.active = batch, 0, 0, True
+        self._strategy.begin_step()
+        if self.flat_allowed:
+            self._begin_flat_share(self.mine[0])
+        else:
+            self._seed_outside()
+        self._row.enter(Phase.COMPUTE)
+        self._mark = time.perf_counter()
+
+    def end(self) -> None:
+        """The script is done with this step."""
+        self.split.total += time.perf_counter() - self._mark
+        self._check_left_early()
+        if self.call == 0 and not self.alone:
+            self._no_reduce()
+        if self.alone:
+            self.samples += self.batch.drawn if self.batch else 1
+            self.committed([self.stop_code()])
+        self.step += 1
+        self.active, self.batch = False, None
+        self._row.progress(self.step, self.epoch, self.samples)
+
+    def _no_reduce(self) -> NoReturn:
+        if not self.flat_allowed:
+            raise UsageError(
+                f"step {self.step} ended without run.slots(): with {self.slots} slots on {self.workers} workers, add "
+                "`for x, y in run.slots():` around forward and backward"
+            )
+        raise UsageError(
+            f"step {self.step} ended and no gradient of a prepared model was computed: was the model that you "
+            "train given to run.prepare()?"
+        )
+
+    def _check_left_early(self) -> None:
+        if self.left_early is not None:
+            where, self.left_early = self.left_early, None
+            raise UsageError(
+                f"{where}: the inner loop over run.slots() was left early, so shares of the batch were not "
+                "trained; let it run to its end"
+            )
+
+    # shares
+
+    def shares(self, count: int | None) -> Iterator[Any]:
+        """run.slots(): this worker's shares; the reduce point is behind the last one."""
+        if not self.active:
+            raise UsageError(
+                f"{user_line()}: run.slots() outside a step. Loop over a loader that was given to run.prepare(), inside "
+                "`for epoch in run.epochs(n):` (or over `run.steps(n)`)"
+            )
+        self._check_left_early()
+        where = user_line()
+        leaves = count or self.slots
+        times = self._times_finer(leaves)
+        point = Point(self.step, self.call, leaves)
+        self._session.at = point.words
+        self._strategy.open(point, flat=False)
+        self.inside = True
+        first, last = Plan.of(leaves, self.workers).ranges[self._session.worker]
+        try:
+            for leaf in range(first, last):
+                yield from self._share(leaf, times)
+        except GeneratorExit:
+            self.left_early = where
+            raise
+        finally:
+            self.inside = False
+        self._commit(point)
+
+    def _times_finer(self, leaves: int) -> int:
+        """run.slots(k) over a loader cuts each slot's share into k / slots pieces."""
+        if self.batch is None:
+            return 1
+        if leaves % self.slots:
+            raise UsageError(
+                f"{user_line()}: run.slots({leaves}) over a loader must be a multiple of the {self.slots} slots"
+            )
+        return leaves // self.slots
+
+    def _share(self, leaf: int, times: int) -> Iterator[Any]:
+        start = time.perf_counter()
+        share, weight = self._draw(leaf, times)
+        self.split.data += time.perf_counter() - start
+        if weight:
+            set_seed(mix(self._seed, _IN_SHARE, self.step, self.call, leaf), self.device)
+        self._strategy.weigh(weight)
+        if weight:
+            yield share
+        start = time.perf_counter()
+        self._strategy.fold(leaf)
+        self.split.communication += time.perf_counter() - start
+
+    def _draw(self, leaf: int, times: int) -> tuple[Any, float]:
+        """A share and its weight; the weight is 0 where there is no sample."""
+        batch = self.batch
+        if batch is None:
+            self._draws += 1
+            return leaf, 1.0
+        slot, piece = divmod(leaf, times)
+        share = batch.share(slot)
+        if share is None:
+            return None, 0.0
+        if times == 1:
+            return share, batch.weight(slot, share)
+        part = place(_cut(share, piece, times), self.device)
+        return part, float(leading_size(part))
+
+    def weigh(self, weight: float) -> None:
+        if not (self.inside or (self.active and self.flat_allowed)):
+            raise UsageError(f"{user_line()}: run.weight() belongs inside the loop over run.slots()")
+        self._strategy.weigh(float(weight))
+
+    # meeting
+
+    def _commit(self, point: Point) -> None:
+        start, waited = time.perf_counter(), self._peers.waited_s
+        self._row.enter(Phase.REDUCE)
+        drawn = self.batch.drawn if self.batch else self._draws
+        stop = 0 if self.alone else self.stop_code()
+        lanes = [stop, drawn if self.call == 0 else 0, self.settings_digest()]
+        rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
+        self._compare(rows[:, DIGEST].tolist())
+        self.call += 1
+        if not self.alone:
+            self.samples += int(rows[:, SAMPLES].sum())
+            self._seed_outside()
+            self.committed(rows[:, STOP].tolist())
+        self._row.enter(Phase.COMPUTE)
+        self._session.at = f"the code after step {point.step}'s gradients"
+        wait = self._peers.waited_s - waited
+        self.split.wait += wait
+        self.split.communication += time.perf_counter() - start - wait
+
+    def _compare(self, digests: list[int]) -> None:
+        if any(digest != digests[0] for digest in digests):
+            odd = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
+            raise MismatchError(
+                f"at step {self.step} the optimizer settings (learning rate, momentum, …) of worker "
+                f"{', '.join(map(str, odd))} differ from worker 0's: change them the same way on every worker"
+            )
+
+    def _seed_outside(self) -> None:
+        """Code around the shares draws the same numbers on every worker."""
+        set_seed(mix(self._seed, _OUTSIDE, self.step, self.call), self.device)
+
+    # flat loops
+
+    def _begin_flat_share(self, slot: int) -> None:
+        """What the script computes now is its share, if it has no inner loop."""
+        set_seed(mix(self._seed, _IN_SHARE, self.step, 0, slot), self.device)
+        weight = 1.0
+        if self.batch is not None:
+            share = self.batch.share(slot)
+            weight = 0.0 if share is None else self.batch.weight(slot, share)
+        self._strategy.weigh(weight)
+
+    def _flat_begins(self) -> bool:
+        """A backward has started outside run.slots(): is it this step's?"""
+        if not (self.active and self.flat_allowed) or self.inside:
+            return False
+        self._flat_point = Point(self.step, self.call, self.slots)
+        self._session.at = self._flat_point.words
+        self._draws += 1
+        self._strategy.open(self._flat_point, flat=True)
+        return True
+
+    def _flat_ends(self) -> None:
+        point = self._flat_point
+        assert point is not None
+        start = time.perf_counter()
+        self._strategy.fold(self.mine[0])
+        self.split.communication += time.perf_counter() - start
+        self._commit(point)
+        self._flat_point = None
+
+
+def _cut(value: Any, piece: int, pieces: int) -> Any:
+    """One of several near-equal pieces of a collated batch, along its first dimension."""
+    if isinstance(value, torch.Tensor):
+        return torch.tensor_split(value, pieces)[piece] if value.dim() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cut(item, piece, pieces) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, _cut(item, piece, pieces)) for key, item in value.items())
+    return value
+
+
+def line_of_close() -> str:
+    """The line that abandoned the generator which is being closed now."""
+    frame = sys._getframe(2)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,0 +1,160 @@
+"""All-reduce: the workers meet each other at every step and exchange gradients.
+
+The sum runs over the slots in one fixed tree, so the result is the same bits at any worker count.
+Buffers (BatchNorm's running statistics and counters) follow one rule: every share starts from the
+step's first values, and the buffer moves by the weighted mean of the shares' moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.replica import Replica
+from paceline.strategies.base import Point, Scaled
+from paceline.strategies.overlap import Overlap
+from paceline.tensors.peers import Peers
+from paceline.tensors.reduce import Outcome, Reducer
+from paceline.tensors.tree import Plan
+
+
+class AllReduce:
+    same_bits = True
+
+    def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
+        self._replica, self._peers, self._mean, self._scaled = replica, peers, mean, scaled
+        self._flat_begin: Callable[[], bool] | None = None
+        self._flat_finish: Callable[[], None] | None = None
+        self._overlap: Overlap | None = None
+        self._weight = 1.0
+        self._build()
+
+    def _build(self) -> None:
+        """Lay out what is trained now; again when the script thaws a layer."""
+        if self._overlap is not None:
+            self._overlap.close()
+        replica = self._replica
+        self._reducer = Reducer([*replica.params, *replica.buffers], len(replica.params), self._peers)
+        self._out: dict[int, list[torch.Tensor]] = {}
+        self._out_views: dict[int, list[torch.Tensor]] = {}
+        self._start = [torch.empty_like(buffer) for buffer in replica.buffers]
+        self._overlap = None
+        if self._peers.size > 1 or self._scaled:
+            self._overlap = Overlap(replica.params, self._reducer, self._flat_backward_starts)
+
+    # the shares of a point
+
+    def begin_step(self) -> None:
+        """Remember the buffers every share of this step starts from."""
+        if self._start and self._peers.size > 1:
+            torch._foreach_copy_(self._start, self._replica.buffers)
+
+    def open(self, point: Point, flat: bool) -> None:
+        if self._replica.thawed:
+            self._replica.find_trainable()
+            self._build()
+        # One share in the whole run: its gradient is the batch's, in place. Nothing to fold.
+        self._single = point.leaves == 1 and self._scaled is None
+        if self._single:
+            return
+        plan = Plan.of(point.leaves, self._peers.size)
+        self._reducer.open(plan, 8)
+        self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        if not flat:
+            self._set_aside(self._views(point.call))
+        if self._overlap is not None:
+            self._overlap.open(point.call)
+
+    def _set_aside(self, own: list[torch.Tensor]) -> None:
+        """Shares start from None; what the script had accumulated before is added at the end."""
+        for param, view in zip(self._replica.params, own, strict=False):
+            if param.grad is not None:
+                self._kept.append((param, param.grad.clone() if param.grad is view else param.grad))
+                param.grad = None
+        if self._start:
+            torch._foreach_copy_(self._start, self._replica.buffers)
+
+    def weigh(self, weight: float) -> None:
+        self._weight = weight
+        if self._overlap is not None:
+            self._overlap.weigh(weight)
+
+    def fold(self, leaf: int) -> None:
+        if self._single:
+            return
+        replica = self._replica
+        grads: list[torch.Tensor | None] = [param.grad if self._weight else None for param in replica.params]
+        with torch.no_grad():
+            if self._start:
+                grads += [_move(now, start) for now, start in zip(replica.buffers, self._start, strict=True)]
+                torch._foreach_copy_(replica.buffers, self._start)
+            self._reducer.fold(leaf, grads, self._weight)
+        for param in replica.params:
+            param.grad = None
+        if self._overlap is not None:
+            self._overlap.share_done()
+
+    def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
+        if self._single:
+            return np.array([lanes], dtype=np.int64)
+        if self._overlap is not None:
+            self._overlap.close_point()
+        views = self._views(point.call)
+        with torch.no_grad():
+            scale = self._scaled.scale if self._scaled else 1.0
+            outcome = self._reducer.commit(key, lanes, self._mean, scale, self._out[point.call])
+            self._give_back(outcome, views)
+        return outcome.rows[:, : len(lanes)]
+
+    def _give_back(self, outcome: Outcome, views: list[torch.Tensor]) -> None:
+        replica = self._replica
+        for index, (param, present) in enumerate(zip(replica.params, outcome.present, strict=True)):
+            if index in outcome.sparse:
+                param.grad = outcome.sparse[index]
+            elif present:
+                view = views[index]
+                param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
+        for param, kept in self._kept:
+            param.grad = kept if param.grad is None else param.grad + kept
+        self._kept = []
+        if self._start:
+            moves = views[len(replica.params) :]
+            total = [
+                start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)
+            ]
+            torch._foreach_copy_(replica.buffers, total)
+            torch._foreach_copy_(self._start, total)
+
+    def _views(self, call: int) -> list[torch.Tensor]:
+        """Private memory for the result: one set a call, so that a GAN's first gradients outlive its second."""
+        if call not in self._out:
+            self._out[call] = self._reducer.layout.allocate(self._replica.device)
+            self._out_views[call] = self._reducer.layout.views(self._out[call])
+        return self._out_views[call]
+
+    # loops without run.slots()
+
+    def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
+        self._flat_begin, self._flat_finish = begin, finish
+
+    def _flat_backward_starts(self) -> bool:
+        """Called by the first gradient hook outside a point."""
+        if self._flat_begin is None or self._flat_finish is None or not self._flat_begin():
+            return False
+        torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)  # type: ignore[attr-defined]
+        return True
+
+    def close(self) -> None:
+        if self._overlap is not None:
+            self._overlap.close()
+
+
+def _move(now: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    return now - start if now.is_floating_point() else (now - start).double()
+
+
+def _rounded(move: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return move.to(dtype) if dtype.is_floating_point else move.round().to(dtype)

@@ -1,0 +1,65 @@
+"""The one protocol every strategy follows.
+
+A run drives its strategy like this, at each reduce point:
+
+    strategy.open(point, flat)        the shares of this point will follow
+    strategy.weigh(weight)            what the coming share counts for
+    …the script's forward and backward…
+    strategy.fold(leaf)               that share is done
+    strategy.commit(point, lanes)     meet the others: `.grad` is the whole batch's on return
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.replica import Replica
+from paceline.tensors.peers import Peers
+
+
+@dataclass(frozen=True)
+class Point:
+    """A reduce point: the call-th of a step, over so many shares."""
+
+    step: int
+    call: int
+    leaves: int
+
+    @property
+    def words(self) -> str:
+        again = f", reduce point {self.call + 1}" if self.call else ""
+        return f"the gradients of step {self.step}{again}"
+
+
+class Scaled(Protocol):
+    scale: float
+
+
+class Strategy(Protocol):
+    same_bits: bool
+    """Whether the result is the same at any worker count."""
+
+    def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
+        """Once, when all models are known. `scaled`: gradients come multiplied by its scale."""
+
+    def begin_step(self) -> None:
+        """A step starts, before its first forward."""
+
+    def open(self, point: Point, flat: bool) -> None:
+        """A reduce point starts; flat: inside the script's backward, where there is no run.slots()."""
+
+    def weigh(self, weight: float) -> None: ...
+    def fold(self, leaf: int) -> None: ...
+    def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
+        """Everybody's lanes, one row a worker."""
+
+    def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
+        """For loops without run.slots(): `begin` says whether the backward that has just started
+        belongs to a step; if so, `finish` is called when it is over."""
+
+    def close(self) -> None: ...

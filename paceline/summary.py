@@ -1,0 +1,48 @@
+"""How a run ended: summary.json, and the same as a table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.run import Run
+
+
+def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
+    """Write the summary; worker 0 does, once all replicas agreed."""
+    session, stepper = run._session, run._stepper
+    wall = time.monotonic() - run._started
+    split = stepper.split.as_dict() if stepper else {}
+    training = sum(split.values())
+    samples = stepper.samples if stepper else 0
+    summary = {
+        "run": session.folder.id,
+        "exit": exit,
+        "weights_sha256": weights_sha256,
+        "steps": run.step,
+        "epochs": run._epochs_done,
+        "samples": samples,
+        "wall_s": round(wall, 3),
+        "samples_per_s": round(samples / training, 1) if training else 0.0,
+        "workers": session.workers,
+        "slots": run.settings.slots,
+        "threads": run.settings.threads,
+        "seed": run.settings.seed,
+        "strategy": run.settings.strategy,
+        "precision": run.settings.precision,
+        "device": str(run.device),
+        "metrics": run.metrics,
+        "time_split": split,
+        "terms": 1,
+        "recoveries": 0,
+    }
+    session.folder.write_json(session.folder.summary, summary)
+    session.folder.event("finished", exit, steps=run.step, weights_sha256=weights_sha256)
+    if not session.launched:
+        sys.stderr.write(
+            f"paceline: {exit}: {run.step} steps, {summary['samples_per_s']:,.0f} samples/s, "
+            f"weights {weights_sha256[:12]}, in {session.folder.path}\n"
+        )
+    return summary

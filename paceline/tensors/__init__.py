@@ -1,0 +1,1 @@
+"""How tensors move: the fixed tree, shared memory, process groups."""

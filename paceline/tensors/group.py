@@ -1,0 +1,148 @@
+"""Peers over a process group of torch: Gloo between processes or machines, NCCL between GPUs.
+
+The same tree, over messages: every worker owns one segment of each bucket. It is sent everybody's
+partial sums of that segment, adds them in tree order, and the results are gathered. A worker with
+one whole subtree moves as many bytes as in a ring; uneven deals send a few partial sums more.
+
+A bucket's first leg leaves when it is posted, while backward still runs. A group is abandoned by
+dropping it: destroying one without a barrier can abort the process (measured), so `close` meets first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from paceline.errors import PeerLostError
+from paceline.tensors.layout import Layout
+from paceline.tensors.peers import Lanes, Parts, Watch, add_in_order, check_keys
+from paceline.tensors.tree import Plan
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def gloo(store: dist.Store, rank: int, size: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+
+
+def nccl(store: dist.Store, rank: int, size: int) -> Any:
+    return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+
+
+class GroupPeers:
+    """`data` moves the sums; `control` (Gloo) moves lanes and messages."""
+
+    def __init__(
+        self, rank: int, size: int, data: Any, control: Any, watch: Watch, device: torch.device
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.waited_s = 0.0
+        self._data, self._control, self._watch = data, control, watch
+        self._layout: Layout | None = None
+        self._plan = Plan.of(1, 1)
+        self._memory: list[list[torch.Tensor]] = []
+        self._parts: Parts = []
+        self._sent: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    # sums
+
+    def open(self, plan: Plan, layout: Layout, lanes: int) -> Parts:
+        if layout is not self._layout:
+            self._layout, self._memory = layout, []
+        count = len(plan.parts(self.rank))
+        while len(self._memory) < count:
+            self._memory.append(layout.allocate(self.device))
+        self._plan, self._parts, self._sent = plan, self._memory[:count], {}
+        return self._parts
+
+    def _segment(self, bucket: int) -> int:
+        """Elements of each worker's segment of this bucket, padded so that all are equal."""
+        assert self._layout is not None
+        at = self._layout.buckets[bucket]
+        return -(-(at.stop - at.start) // (16 * self.size)) * 16
+
+    def post(self, bucket: int) -> None:
+        assert self._layout is not None
+        at, segment = self._layout.buckets[bucket], self._segment(bucket)
+        size, padded = at.stop - at.start, segment * self.size
+        counts = [len(self._plan.parts(worker)) for worker in range(self.size)]
+        mine = counts[self.rank]
+        dtype = self._layout.flats[at.flat][0]
+        # Laid out by destination: for each owner, this worker's partial sums of the owner's segment.
+        outgoing = torch.zeros(self.size, mine, segment, dtype=dtype, device=self.device)
+        for number, part in enumerate(self._parts):
+            row = torch.zeros(padded, dtype=dtype, device=self.device)
+            row[:size] = part[at.flat][at.start : at.stop]
+            outgoing[:, number] = row.view(self.size, segment)
+        incoming = torch.empty(sum(counts) * segment, dtype=dtype, device=self.device)
+        work = self._data.alltoall_base(
+            incoming,
+            outgoing.view(-1),
+            [count * segment for count in counts],
+            [mine * segment] * self.size,
+            dist.AllToAllOptions(),
+        )
+        self._sent[bucket] = (work, incoming)
+
+    def repost(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            if bucket in self._sent:
+                self._wait(self._sent.pop(bucket)[0])
+            self.post(bucket)
+
+    def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
+        row = torch.from_numpy(np.concatenate([[key], lanes]))
+        rows = torch.empty(self.size, len(row), dtype=torch.int64)
+        self._wait(self._control._allgather_base(rows.view(-1), row))
+        check_keys(rows[:, 0].tolist(), self.rank, self._watch)
+        table: NDArray[np.int64] = rows[:, 1:].numpy()
+        return table
+
+    def total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+        assert self._layout is not None
+        gathers = []
+        for bucket, at in enumerate(self._layout.buckets):
+            work, incoming = self._sent.pop(bucket)
+            self._wait(work)
+            segment = self._segment(bucket)
+            mine = torch.empty(segment, dtype=incoming.dtype, device=self.device)
+            add_in_order(list(incoming.view(-1, segment)), self._plan, mine, divisor)
+            whole = torch.empty(segment * self.size, dtype=incoming.dtype, device=self.device)
+            gathers.append((self._data._allgather_base(whole, mine), whole, mine, at))
+        for work, whole, _, at in gathers:
+            self._wait(work)
+            out[at.flat][at.start : at.stop] = whole[: at.stop - at.start]
+
+    # messages
+
+    def gather(self, key: int, payload: bytes) -> list[bytes]:
+        sizes = self.exchange(key, np.array([len(payload)], dtype=np.int64))[:, 0].tolist()
+        longest = max(1, *sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        everyone = torch.empty(self.size, longest, dtype=torch.uint8)
+        self._wait(self._control._allgather_base(everyone.view(-1), mine))
+        return [everyone[k, :size].numpy().tobytes() for k, size in enumerate(sizes)]
+
+    def _wait(self, work: Any) -> None:
+        start = time.perf_counter()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"a worker went away in the middle of a collective: {error}") from None
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+    def close(self) -> None:
+        try:
+            self._control.barrier().wait()
+        except RuntimeError:
+            return

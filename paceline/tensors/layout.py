@@ -1,0 +1,91 @@
+"""Where each parameter lies in the flat memory that workers add up.
+
+Parameters are laid out in the reverse of their order (backward finishes the last ones first), each
+on a 64-byte boundary, one flat per dtype. A bucket is a stretch of a flat that can travel by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+BUCKET_BYTES = 4 << 20
+_ALIGN_BYTES = 64
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Halves are added in fp32: their sums would lose what the slots' gradients still hold. Counters
+    (integer buffers) are added in fp64, where they are exact."""
+    return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor's place: which flat, from which element, and which bucket it travels with."""
+
+    flat: int
+    offset: int
+    numel: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    flat: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    pieces: tuple[Piece, ...]
+    buckets: tuple[Bucket, ...]
+    flats: tuple[tuple[torch.dtype, int], ...]
+
+    @staticmethod
+    def of(
+        tensors: Sequence[torch.Tensor], count: int | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> Layout:
+        """Lay out the first `count` tensors in reverse, then the rest in buckets of their own."""
+        count = len(tensors) if count is None else count
+        dtypes = sorted({sum_dtype(t.dtype) for t in tensors}, key=str)
+        used = [0] * len(dtypes)
+        open_bucket: list[int | None] = [None] * len(dtypes)
+        pieces: dict[int, Piece] = {}
+        buckets: list[Bucket] = []
+        for index in [*range(count - 1, -1, -1), *range(count, len(tensors))]:
+            tensor = tensors[index]
+            if index == count:
+                open_bucket = [None] * len(dtypes)
+            flat = dtypes.index(sum_dtype(tensor.dtype))
+            per_line = _ALIGN_BYTES // dtypes[flat].itemsize
+            start, stop = used[flat], used[flat] + -(-tensor.numel() // per_line) * per_line
+            at = open_bucket[flat]
+            if at is None or (stop - buckets[at].start) * dtypes[flat].itemsize > bucket_bytes:
+                at = open_bucket[flat] = len(buckets)
+                buckets.append(Bucket(flat, start, stop))
+            else:
+                buckets[at] = Bucket(flat, buckets[at].start, stop)
+            stride = torch.empty_like(tensor, device="meta").stride()  # its own if dense, else plain
+            pieces[index] = Piece(flat, start, tensor.numel(), tensor.shape, tuple(stride), at)
+            used[flat] = stop
+        flats = tuple(zip(dtypes, used, strict=True))
+        return Layout(tuple(pieces[i] for i in range(len(tensors))), tuple(buckets), flats)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(dtype.itemsize * count for dtype, count in self.flats)
+
+    def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+        return [torch.zeros(count, dtype=dtype, device=device) for dtype, count in self.flats]
+
+    def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each tensor's window into these flats, in its own shape and strides."""
+        return [
+            torch.as_strided(flats[p.flat], p.shape, p.stride, flats[p.flat].storage_offset() + p.offset)
+            for p in self.pieces
+        ]

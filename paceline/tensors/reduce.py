@@ -1,0 +1,297 @@
+"""One reduce point: the shares' gradients in, the whole batch's gradient out.
+
+A share's gradient starts from None and is folded into flat memory when the share is done; whole
+subtrees are added up at once, so a worker with many slots holds a few partial sums, never one
+gradient a slot. The last fold writes straight into the group's memory and reads what came before
+without changing it, so that a bucket which left too early (a second backward followed) can be
+folded again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.tensors.layout import Layout
+from paceline.tensors.peers import Parts, Peers
+from paceline.tensors.sparse import SparseLeaf, add_sparse, pack, unpack
+from paceline.tensors.tree import Plan, Range, fold_scalars, split
+
+_MASK_BITS = 62
+_WEIGHTS_AT = 2  # lanes: [left too early, sparse], then one weight a part, then presence, then the caller's
+
+
+@lru_cache(maxsize=256)
+def merges_after(part: Range) -> tuple[int, ...]:
+    """How many sums are completed after each leaf of a subtree, in order.
+
+    >>> merges_after((0, 4))
+    (0, 1, 0, 2)
+    """
+    counts = [0] * (part[1] - part[0])
+
+    def walk(a: int, b: int) -> None:
+        if b - a > 1:
+            mid = split(a, b)
+            walk(a, mid)
+            walk(mid, b)
+            counts[b - 1 - part[0]] += 1
+
+    walk(*part)
+    return tuple(counts)
+
+
+@dataclass
+class Outcome:
+    """What a reduce point agreed on."""
+
+    weight: float
+    present: list[bool]
+    rows: NDArray[np.int64]
+    """The callers' own lanes, one row a worker."""
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Reducer:
+    """Folds shares and meets the peers, over a fixed list of tensors.
+
+    The first `count` tensors are parameters, whose gradient may be absent; the rest are buffers,
+    whose change is folded like a gradient and is always there.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], count: int, peers: Peers) -> None:
+        self.layout = Layout.of(tensors, count)
+        self.peers, self._count = peers, count
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._staged = self._device != peers.device
+        self._levels: Parts = []
+        self._level_views: list[list[torch.Tensor]] = []
+        self._views_of: dict[int, list[torch.Tensor]] = {}
+        self._own_parts: Parts = []
+        self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
+        for index, piece in enumerate(self.layout.pieces):
+            self._in_bucket[piece.bucket].append(index)
+        self._mask_words = -(-count // _MASK_BITS)
+
+    # opening
+
+    def open(self, plan: Plan, lanes: int) -> None:
+        """A reduce point begins."""
+        self._plan = plan
+        self._lane_count = _WEIGHTS_AT + plan.most_parts + self._mask_words + lanes
+        self._targets = self.peers.open(plan, self.layout, self._lane_count)
+        ranges = plan.parts(self.peers.rank)
+        self._parts = self._device_parts(len(ranges)) if self._staged else self._targets
+        self._todo = [
+            (leaf, number, merges, leaf == part[1] - 1)
+            for number, part in enumerate(ranges)
+            for leaf, merges in zip(range(*part), merges_after(part), strict=True)
+        ]
+        self._depth = self._at = 0
+        self._weights = [0.0] * plan.most_parts
+        self._stack_weights: list[float] = []
+        self._mask = 0
+        self._sparse: list[SparseLeaf] = []
+        self._sent: set[int] = set()
+        self._early: set[int] = set()
+
+    def _device_parts(self, count: int) -> Parts:
+        while len(self._own_parts) < count:
+            self._own_parts.append(self.layout.allocate(self._device))
+        return self._own_parts[:count]
+
+    def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        key = flats[0].data_ptr() if flats else 0
+        if key not in self._views_of:
+            if len(self._views_of) > 64:
+                self._views_of.clear()
+            self._views_of[key] = self.layout.views(flats)
+        return self._views_of[key]
+
+    def _push(self) -> list[torch.Tensor]:
+        if self._depth == len(self._levels):
+            self._levels.append(self.layout.allocate(self._device))
+            self._level_views.append(self.layout.views(self._levels[-1]))
+        self._depth += 1
+        return self._level_views[self._depth - 1]
+
+    # folding
+
+    @property
+    def on_last_leaf(self) -> bool:
+        return self._at == len(self._todo) - 1
+
+    def fold(self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float) -> None:
+        """Take in one share: its gradients (None where it has none) times its weight."""
+        expected, part, merges, last = self._todo[self._at]
+        assert leaf == expected, f"share {leaf} came when {expected} was due"
+        grads = self._take_sparse(leaf, grads, weight)
+        for index in range(self._count):
+            if grads[index] is not None:
+                self._mask |= 1 << index
+        if last:
+            for bucket, indices in enumerate(self._in_bucket):
+                if bucket not in self._sent or bucket in self._early:
+                    self._finish_bucket(bucket, part, merges, [grads[index] for index in indices], weight)
+            self._depth -= merges
+        else:
+            self._fold_inner(merges, _weighted(grads, weight))
+        self._fold_weight(weight, part, merges, last)
+        self._at += 1
+
+    def _fold_inner(self, merges: int, leaf: Sequence[torch.Tensor | None]) -> None:
+        if not merges:
+            _copy(self._push(), leaf)
+            return
+        _add_into(self._level_views[self._depth - 1], leaf)
+        for _ in range(merges - 1):
+            self._depth -= 1
+            for left, right in zip(self._levels[self._depth - 1], self._levels[self._depth], strict=True):
+                left.add_(right)
+
+    def _fold_weight(self, weight: float, part: int, merges: int, last: bool) -> None:
+        for _ in range(merges):
+            weight = self._stack_weights.pop() + weight
+        if last:
+            self._weights[part] = weight
+        else:
+            self._stack_weights.append(weight)
+
+    def _finish_bucket(
+        self, bucket: int, part: int, merges: int, grads: Sequence[torch.Tensor | None], weight: float
+    ) -> None:
+        """Complete a part's sum in one bucket; the sums on the stack are read, never changed."""
+        indices, leaf = self._in_bucket[bucket], _weighted(grads, weight)
+        target = self._views(self._parts[part])
+        mine = [target[index] for index in indices]
+        if not merges:
+            _copy(mine, leaf)
+        else:
+            top = self._level_views[self._depth - 1]
+            for index, view, grad in zip(indices, mine, leaf, strict=True):
+                torch.add(top[index], 0.0 if grad is None else grad, out=view)
+            at = self.layout.buckets[bucket]
+            flat = self._parts[part][at.flat][at.start : at.stop]
+            for level in range(self._depth - 2, self._depth - 1 - merges, -1):
+                torch.add(self._levels[level][at.flat][at.start : at.stop], flat, out=flat)
+        if self._staged:
+            at = self.layout.buckets[bucket]
+            self._targets[part][at.flat][at.start : at.stop].copy_(
+                self._parts[part][at.flat][at.start : at.stop]
+            )
+
+    def finish_early(self, bucket: int, params: Sequence[torch.nn.Parameter], weight: float) -> bool:
+        """This bucket's gradients of the last share are complete: let it leave now, if it can."""
+        _, part, merges, _ = self._todo[self._at]
+        if self._in_bucket[bucket][-1] >= self._count:
+            return False  # buffers are final only when the share is
+        grads = [params[index].grad for index in self._in_bucket[bucket]]
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            return False
+        self._finish_bucket(bucket, part, merges, grads, weight)
+        self._sent.add(bucket)
+        self.peers.post(bucket)
+        return True
+
+    def left_too_early(self, bucket: int) -> None:
+        """A gradient changed after its bucket had left: fold it again, and have all send it again."""
+        self._early.add(bucket)
+
+    def bucket_of(self, index: int) -> int:
+        return self.layout.pieces[index].bucket
+
+    def waits(self, learned: Sequence[int]) -> list[int]:
+        """How many parameters each bucket waits for, if those with a count will be touched."""
+        return [sum(1 for i in indices if i < self._count and learned[i]) for indices in self._in_bucket]
+
+    def _take_sparse(
+        self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float
+    ) -> Sequence[torch.Tensor | None]:
+        """Set sparse gradients aside: they travel as rows, and the flat sees nothing of them."""
+        if not any(grad is not None and grad.is_sparse for grad in grads):
+            return grads
+        dense = list(grads)
+        for index, grad in enumerate(grads):
+            if grad is not None and grad.is_sparse:
+                value = grad.coalesce()
+                self._sparse.append(SparseLeaf(index, leaf, value if weight == 1.0 else value * weight))
+                dense[index] = None
+        return dense
+
+    # meeting
+
+    def commit(
+        self, key: int, lanes: Sequence[int], mean: bool, scale: float, out: Sequence[torch.Tensor]
+    ) -> Outcome:
+        """Meet the others; `out` holds the total (over the total weight, for a mean) / scale on return."""
+        assert self._at == len(self._todo), "a share is missing"
+        for bucket in range(len(self.layout.buckets)):
+            if bucket not in self._sent:
+                self.peers.post(bucket)
+        rows = self.peers.exchange(key, self._pack_lanes(lanes))
+        if rows[:, 0].any():
+            early = int(np.bitwise_or.reduce(rows[:, 0]))
+            self.peers.repost([b for b in range(len(self.layout.buckets)) if early >> min(b, 62) & 1])
+        weight = self._total_weight(rows)
+        divisor = scale * (weight if mean and weight else 1.0)
+        self._total(out, divisor)
+        return self._outcome(key, rows, weight, divisor)
+
+    def _pack_lanes(self, lanes: Sequence[int]) -> NDArray[np.int64]:
+        early = sum(1 << min(bucket, 62) for bucket in {min(b, 62) for b in self._early})
+        words = [early, len(self._sparse)]
+        words += [struct.unpack("q", struct.pack("d", weight))[0] for weight in self._weights]
+        full = (1 << _MASK_BITS) - 1
+        words += [self._mask >> (_MASK_BITS * word) & full for word in range(self._mask_words)]
+        return np.array([*words, *lanes], dtype=np.int64)
+
+    def _total_weight(self, rows: NDArray[np.int64]) -> float:
+        weights = rows[:, _WEIGHTS_AT : _WEIGHTS_AT + self._plan.most_parts].view(np.float64)
+        return fold_scalars([float(weights[worker, part]) for worker, part in self._plan.owners], self._plan)
+
+    def _total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+        if not self._staged:
+            self.peers.total(out, divisor)
+            return
+        host = [torch.empty(flat.shape, dtype=flat.dtype) for flat in out]
+        self.peers.total(host, divisor)
+        for target, value in zip(out, host, strict=True):
+            target.copy_(value)
+
+    def _outcome(self, key: int, rows: NDArray[np.int64], weight: float, divisor: float) -> Outcome:
+        at = _WEIGHTS_AT + self._plan.most_parts
+        words = np.bitwise_or.reduce(rows[:, at : at + self._mask_words], axis=0).tolist()
+        mask = sum(word << (_MASK_BITS * number) for number, word in enumerate(words))
+        present = [bool(mask >> index & 1) for index in range(self._count)]
+        outcome = Outcome(weight, present, rows[:, at + self._mask_words :])
+        if rows[:, 1].any():
+            everyone = [leaf for raw in self.peers.gather(key, pack(self._sparse)) for leaf in unpack(raw)]
+            outcome.sparse = add_sparse(everyone, self._plan.leaves, divisor, self._device)
+        return outcome
+
+
+def _weighted(grads: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+    return grads if weight == 1.0 else [None if grad is None else grad * weight for grad in grads]
+
+
+def _copy(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:
+    if None not in leaf:
+        torch._foreach_copy_(views, leaf)
+        return
+    for view, grad in zip(views, leaf, strict=True):
+        view.zero_() if grad is None else view.copy_(grad)
+
+
+def _add_into(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:
+    """views += leaf. An absent gradient counts as +0.0, as it does when another worker folds it."""
+    if None not in leaf:
+        torch._foreach_add_(views, leaf)
+        return
+    for view, grad in zip(views, leaf, strict=True):
+        view.add_(0.0 if grad is None else grad)

@@ -1,0 +1,186 @@
+"""Peers on one machine: gradients are added where they lie, in shared memory.
+
+Each worker fills its own slab. Once all have arrived, everybody adds the slabs in tree order
+straight into private memory (two workers, or little to add), or each adds its own segment and all
+copy the result (more workers: fewer bytes read). No second copy of the slabs is needed: a worker
+writes its slab again only after all have said that they read the last one, which by then they have.
+
+Words that workers wait on lie on cache lines of their own. The agent's abort word ends every wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.tensors.layout import Layout
+from paceline.tensors.peers import Lanes, Parts, Watch, add_in_order, check_keys
+from paceline.tensors.segment import Segment, aligned, wait_until, wake
+from paceline.tensors.tree import Plan
+
+Allocate = Callable[[str, int], int]
+"""(name, size) → a descriptor of shared memory, the same for every worker that asks by that name."""
+
+_LINE = 64
+_ARRIVED, _MIDDLE, _READ, _KEY = range(4)  # one cache line each
+_ROW = 4 * _LINE
+_MAILBOX = 1 << 20
+_DIRECT_BYTES = 256 << 10
+"""Below this, one barrier and a few more bytes read beat two barriers."""
+
+
+class SharedPeers:
+    def __init__(self, rank: int, size: int, term: int, allocate: Allocate, watch: Watch) -> None:
+        self.rank, self.size = rank, size
+        self.device = torch.device("cpu")
+        self.waited_s = 0.0
+        self._term, self._allocate, self._watch = term, allocate, watch
+        bytes_needed = size * (_ROW + _MAILBOX)
+        self._meet = Segment(allocate(f"term-{term}/meet", bytes_needed), bytes_needed)
+        self._number = 0
+        self._may_write = True
+        words = self._meet.words(0, size * _ROW // 8)
+        self._columns = [words[line * _LINE // 8 :: _ROW // 8] for line in range(4)]
+        self._boxes = [self._meet.raw(size * _ROW + k * _MAILBOX, _MAILBOX) for k in range(size)]
+        self._layout: Layout | None = None
+        self._plan = Plan.of(1, 1)
+        self._slabs: list[list[list[torch.Tensor]]] = []
+        self._result: list[torch.Tensor] = []
+        self._lanes: list[NDArray[np.int64]] = []
+        self._reserved = (0, 0, 0)
+        self._grown = 0
+
+    # words
+
+    def _say(self, column: int) -> None:
+        self._columns[column][self.rank] = self._number
+        wake(self._meet.address + self.rank * _ROW + column * _LINE)
+
+    def _await(self, column: int, number: int) -> None:
+        address = self._meet.address + column * _LINE
+        self.waited_s += wait_until(self._columns[column], address, _ROW, number, self._watch.check)
+
+    def _arrive(self, key: int) -> None:
+        """Come to meeting `key` and wait until all have; whoever came to another one is named."""
+        self._columns[_KEY][self.rank] = key
+        self._say(_ARRIVED)
+        self._await(_ARRIVED, self._number)
+        check_keys(self._columns[_KEY].tolist(), self.rank, self._watch)
+
+    def _before_writing(self) -> None:
+        """Nobody still reads what this worker is about to overwrite."""
+        if not self._may_write:
+            self._await(_READ, self._number - 1)
+            self._may_write = True
+
+    def _begin(self) -> None:
+        self._number += 1
+        self._may_write = False
+
+    # sums
+
+    def open(self, plan: Plan, layout: Layout, lanes: int) -> Parts:
+        self._reserve(plan, layout, lanes)
+        self._plan = plan
+        self._begin()
+        self._before_writing()
+        return self._slabs[self.rank][: len(plan.parts(self.rank))]
+
+    def _reserve(self, plan: Plan, layout: Layout, lanes: int) -> None:
+        """Slabs for every worker's partial sums; grown together when a plan needs more."""
+        parts, known_lanes = max(plan.most_parts, self._reserved[0]), max(lanes, self._reserved[1])
+        if layout is self._layout and (parts, known_lanes) == self._reserved[:2]:
+            return
+        slab = aligned(layout.nbytes)
+        lane_bytes = aligned(known_lanes * 8)
+        size = self.size * (parts * slab + lane_bytes) + slab
+        segment = Segment(self._allocate(f"term-{self._term}/slabs-{self._grown}", size), size)
+        self._grown += 1
+        at = 0
+        self._slabs, self._lanes = [], []
+        for _ in range(self.size):
+            self._lanes.append(segment.words(at, known_lanes))
+            at += lane_bytes
+            self._slabs.append([_flats(segment, at + part * slab, layout) for part in range(parts)])
+            at += parts * slab
+        self._result = _flats(segment, at, layout)
+        self._layout, self._reserved = layout, (parts, known_lanes, self._grown)
+
+    def post(self, bucket: int) -> None:
+        return
+
+    def repost(self, buckets: Sequence[int]) -> None:
+        return
+
+    def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
+        self._lanes[self.rank][: len(lanes)] = lanes
+        self._arrive(key)
+        return np.stack([row[: len(lanes)] for row in self._lanes])
+
+    def total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+        assert self._layout is not None
+        if self.size == 2 or self._layout.nbytes <= _DIRECT_BYTES:
+            for index, flat in enumerate(out):
+                add_in_order(self._sources(index), self._plan, flat, divisor)
+        else:
+            self._total_by_segments(out, divisor)
+        self._say(_READ)
+
+    def _total_by_segments(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+        for index, flat in enumerate(self._result):
+            lines = -(-flat.numel() // 16)
+            first = min(lines * self.rank // self.size * 16, flat.numel())
+            last = min(lines * (self.rank + 1) // self.size * 16, flat.numel())
+            if first < last:
+                mine = [source[first:last] for source in self._sources(index)]
+                add_in_order(mine, self._plan, flat[first:last], divisor)
+        self._say(_MIDDLE)
+        self._await(_MIDDLE, self._number)
+        for target, result in zip(out, self._result, strict=True):
+            target.copy_(result)
+
+    def _sources(self, flat: int) -> list[torch.Tensor]:
+        return [self._slabs[worker][part][flat] for worker, part in self._plan.owners]
+
+    # messages
+
+    def gather(self, key: int, payload: bytes) -> list[bytes]:
+        got: list[bytearray] = [bytearray() for _ in range(self.size)]
+        sent, longest = 0, 1
+        while sent < longest:
+            chunk = payload[sent : sent + _MAILBOX - 8]
+            self._begin()
+            self._before_writing()
+            box = self._boxes[self.rank]
+            box[:8] = len(payload).to_bytes(8, "little")
+            box[8 : 8 + len(chunk)] = chunk
+            self._arrive(key)
+            for worker, other in enumerate(self._boxes):
+                size = int.from_bytes(other[:8], "little")
+                longest = max(longest, size)
+                got[worker] += other[8 : 8 + max(0, min(_MAILBOX - 8, size - sent))]
+            self._say(_READ)
+            sent += _MAILBOX - 8
+        return [bytes(part) for part in got]
+
+    def close(self) -> None:
+        for box in self._boxes:
+            box.release()
+        self._boxes = []
+
+
+def _flats(segment: Segment, offset: int, layout: Layout) -> list[torch.Tensor]:
+    flats = []
+    for dtype, count in layout.flats:
+        flats.append(segment.tensor(offset, count, dtype))
+        offset += count * dtype.itemsize
+    return flats
+
+
+def supported() -> bool:
+    """Plain stores are seen in order on x86-64 only."""
+    return os.uname().machine == "x86_64"

@@ -1,0 +1,146 @@
+"""The terminal of a run: main's output, progress, notices, the failure last, the final table."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from paceline.cluster.board import Phase, Seen
+
+_PLAIN_EVERY_S = 10.0
+
+
+class Terminal:
+    """Everything the user sees while it runs. Output of the script goes to stdout, the rest to stderr."""
+
+    def __init__(self, workers: int) -> None:
+        self._out = Console(highlight=False, soft_wrap=True)
+        self._err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._host = socket.gethostname().split(".")[0]
+        self._workers = workers
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._err,
+        )
+        self._task = self._progress.add_task("starting", total=None, rate="")
+        self._own_bar = False
+        """The script draws a bar of its own (it uses \\r): ours keeps out of its way."""
+        self._last_plain = time.monotonic()
+        self._seen: tuple[float, int] = (time.monotonic(), 0)
+        self._rate = ""
+
+    def output(self, who: str, line: str) -> None:
+        """A line of the script's own."""
+        if line.endswith("\r"):
+            self._hide_bar()
+            self._own_bar = True
+            if self._out.is_terminal:
+                self._out.file.write(line)
+                self._out.file.flush()
+            return
+        text = line.rstrip("\n")
+        prefix = f"{self._host}:{who} │ " if self._workers > 1 else ""
+        self._console_for_output().print(f"[dim]{prefix}[/dim]{escape(text)}")
+
+    def _console_for_output(self) -> Console:
+        return self._live.console if self._live is not None and self._out.is_terminal else self._out
+
+    def notice(self, text: str) -> None:
+        self._err.print(f"[bold]paceline[/bold] {escape(text)}")
+
+    def progress(self, rows: Sequence[Seen]) -> None:
+        main = rows[0]
+        if main.phase in (Phase.STARTING, Phase.FINISHED) or not main.step:
+            return
+        now = time.monotonic()
+        then, before = self._seen
+        if now - then >= 1.0:
+            self._rate = f"{(main.samples - before) / (now - then):,.0f} samples/s"
+            self._seen = (now, main.samples)
+        words = f"epoch {main.epoch + 1}" + (f"  loss {main.metric:.4f}" if main.metric else "")
+        if self._err.is_terminal:
+            if not self._own_bar:
+                self._show_bar()
+            total = main.total_steps or None
+            self._progress.update(
+                self._task, description=words, completed=main.step, total=total, rate=self._rate
+            )
+        elif now - self._last_plain >= _PLAIN_EVERY_S:
+            self._last_plain = now
+            of = f"/{main.total_steps}" if main.total_steps else ""
+            self.notice(f"step {main.step}{of}  {words}  {self._rate}")
+
+    def _show_bar(self) -> None:
+        if self._live is None:
+            self._live = Live(self._progress, console=self._err, transient=True, refresh_per_second=4)
+            self._live.start()
+
+    def _hide_bar(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def failure(self, who: str, text: str, trace: str, log: str) -> None:
+        """The cause, and nothing after it."""
+        self._hide_bar()
+        if trace:
+            self._err.print(escape(trace))
+        self._err.print(
+            f"[bold red]paceline: {escape(who)} {escape(text)}[/bold red]"
+            + (f"  (log: {log})" if log else "")
+        )
+
+    def table(self, summary: dict[str, Any], path: str) -> None:
+        self._hide_bar()
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in summary_rows(summary, path):
+            table.add_row(f"[bold]{name}[/bold]", escape(value))
+        self._err.print(table)
+
+    def close(self) -> None:
+        self._hide_bar()
+
+
+def summary_rows(summary: dict[str, Any], path: str) -> list[tuple[str, str]]:
+    """The final table, as pairs of words."""
+    split = summary.get("time_split") or {}
+    total = sum(split.values()) or 1.0
+    rows = [
+        ("exit", str(summary.get("exit", "?"))),
+        (
+            "steps",
+            f"{summary.get('steps', 0):,} ({summary.get('epochs', 0)} epochs, {summary.get('samples', 0):,} samples)",
+        ),
+    ]
+    rows += [
+        (name, f"{value:.4f}" if isinstance(value, float) else str(value))
+        for name, value in (summary.get("metrics") or {}).items()
+    ]
+    rows += [
+        (
+            "speed",
+            f"{summary.get('samples_per_s', 0):,.0f} samples/s, {summary.get('wall_s', 0):.1f} s in all",
+        ),
+        ("time", "  ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items()) or "-"),
+        (
+            "workers",
+            f"{summary.get('workers')} workers, {summary.get('slots')} slots, {summary.get('threads')} thread(s) each, "
+            f"{summary.get('strategy')}",
+        ),
+        ("weights", str(summary.get("weights_sha256", "-"))),
+        ("folder", path),
+    ]
+    return rows

@@ -1,0 +1,52 @@
+"""On whom a run waits, in one line. Pure: rows of the board in, words out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.cluster.board import Phase, Seen
+
+QUIET_S = 5.0
+"""Nothing waits in silence for longer."""
+
+_WAITING = (Phase.REDUCE, Phase.WAITING_FOR_MAIN)
+
+
+def verdict(rows: Sequence[Seen]) -> tuple[int, str] | None:
+    """(the worker that is waited for, a sentence about it), or None while nothing is amiss."""
+    starting = [row for row in rows if row.phase == Phase.STARTING and row.since_s > QUIET_S]
+    if starting and len(starting) == len(rows):
+        row = starting[0]
+        return row.worker, f"all workers are still starting after {row.since_s:.0f} s"
+    waiting = [row for row in rows if _waits(row) and row.since_s > QUIET_S]
+    if not waiting:
+        return None
+    longest = max(waiting, key=lambda row: row.since_s)
+    laggard = _laggard(longest, rows)
+    if laggard is None:
+        return None
+    who = _names([row.worker for row in waiting])
+    place = f", in {laggard.place}" if laggard.place and laggard.phase == Phase.SCRIPT else ""
+    return laggard.worker, (
+        f"{who} waited {longest.since_s:.0f} s for worker {laggard.worker}, which has been {laggard.phase.words} "
+        f"for {laggard.since_s:.0f} s (step {laggard.step}){place}"
+    )
+
+
+def _waits(row: Seen) -> bool:
+    return row.phase in _WAITING or row.waits_for is not None
+
+
+def _laggard(waiting: Seen, rows: Sequence[Seen]) -> Seen | None:
+    if waiting.phase == Phase.WAITING_FOR_MAIN:
+        return rows[0] if rows[0].worker != waiting.worker else None
+    if waiting.waits_for is not None:
+        return rows[waiting.waits_for]
+    busy = [row for row in rows if not _waits(row) and row.phase not in (Phase.FINISHED, Phase.FAILED)]
+    return max(busy, key=lambda row: row.since_s, default=None)
+
+
+def _names(workers: Sequence[int]) -> str:
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    return "workers " + ", ".join(map(str, workers))
