@@ -64,11 +64,7 @@ def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict
             mine.append((number, {name: float(value) for name, value in sums.items()}))
         payloads = run.peers.gather(_KEY, msgspec.msgpack.encode(mine))
     parts = sorted(
-        (
-            part
-            for raw in payloads
-            for part in msgspec.msgpack.decode(raw, type=list[tuple[int, dict[str, float]]])
-        ),
+        (part for raw in payloads for part in msgspec.msgpack.decode(raw, type=list[tuple[int, dict[str, float]]])),
         key=lambda part: part[0],
     )
     totals: dict[str, float] = {}
@@ -105,9 +101,7 @@ def _tensor(item: _Array) -> torch.Tensor:
 
 def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:
     if not isinstance(loader, DataLoader):
-        raise UsageError(
-            f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}"
-        )
+        raise UsageError(f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}")
     for number, batch in strided(loader, run.peers.rank, run.peers.size):
         set_seed(mix(run.settings.seed, _KEY, number), run.device)
         yield number, place(batch, run.device)

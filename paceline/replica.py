@@ -31,9 +31,7 @@ class Replica:
         self.models.append(model)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_complex():
-                raise UsageError(
-                    f"{name} is complex; Paceline adds up real tensors only (view_as_real helps)"
-                )
+                raise UsageError(f"{name} is complex; Paceline adds up real tensors only (view_as_real helps)")
             _align(tensor)
             self._names.setdefault(id(tensor), name)
         self.find_trainable()
@@ -94,9 +92,7 @@ def _align(tensor: torch.Tensor) -> None:
         tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
 
 
-def unprepared(
-    schedulers: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[torch.optim.Optimizer]:
+def unprepared(schedulers: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Optimizers that one of these schedulers drives and that were not given to prepare()."""
     known = {id(optimizer) for optimizer in optimizers}
     return [s.optimizer for s in schedulers if id(getattr(s, "optimizer", s)) not in known]

@@ -38,9 +38,7 @@ _STOP_WORDS = {
     2: "run.stop()",
     3: "Ctrl-C",
 }
-_KEYS = {
-    name: mix(number) for number, name in enumerate(["prepare", "weights", "epoch", "evaluate", "finish"])
-}
+_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "epoch", "evaluate", "finish"])}
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -103,9 +101,7 @@ class Run:
         session.row.enter(Phase.SCRIPT)
         if self.is_main:
             session.write_config()
-            session.folder.event(
-                "started", "init() was called", workers=session.workers, slots=self.settings.slots
-            )
+            session.folder.event("started", "init() was called", workers=session.workers, slots=self.settings.slots)
         else:
             session.wait_for_main()
         self._peers: Peers | None = None
@@ -135,9 +131,7 @@ class Run:
             raise UsageError(f'prepare(loss={loss!r}): say "mean" or "sum"')
         self._mean = loss == "mean"
         if self._attached:
-            raise UsageError(
-                f"{user_line()}: prepare() after training has begun; prepare everything before the loop"
-            )
+            raise UsageError(f"{user_line()}: prepare() after training has begun; prepare everything before the loop")
         self._session.at = "prepare()"
         if self.is_main:
             self._session.board.main_ready = True
@@ -211,9 +205,7 @@ class Run:
     def register(self, name: str, item: Any) -> None:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-            raise UsageError(
-                f"register({name!r}): a {type(item).__name__} has no state_dict and load_state_dict"
-            )
+            raise UsageError(f"register({name!r}): a {type(item).__name__} has no state_dict and load_state_dict")
         if name in self._registered:
             raise UsageError(f"register({name!r}): the name is taken")
         self._registered[name] = item

@@ -145,9 +145,7 @@ class Session:
             return store
         answer, _ = self.link.ask(Get("store"))
         assert isinstance(answer, Value)
-        return torch.distributed.TCPStore(
-            "127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False
-        )
+        return torch.distributed.TCPStore("127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False)
 
     def _segment(self, name: str, size: int) -> int:
         assert self.link is not None
@@ -204,9 +202,7 @@ def _device(settings: Settings) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     if settings.device == "cuda":
-        raise UsageError(
-            "--device cuda, but torch sees no GPU here: pass --device cpu, or install a CUDA build"
-        )
+        raise UsageError("--device cuda, but torch sees no GPU here: pass --device cpu, or install a CUDA build")
     return torch.device("cpu")
 
 

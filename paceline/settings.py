@@ -27,12 +27,8 @@ def _setting(default: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class Settings:
     workers: int = _setting(1, "processes that train")
-    slots: int = _setting(
-        0, "logical workers; fixed for the whole run (0: the next power of two from workers)"
-    )
-    threads: int = _setting(
-        1, "threads of each worker; part of the run's bits, never derived from the machine"
-    )
+    slots: int = _setting(0, "logical workers; fixed for the whole run (0: the next power of two from workers)")
+    threads: int = _setting(1, "threads of each worker; part of the run's bits, never derived from the machine")
     seed: int = _setting(0, "seed of weights, sample order and every random draw")
     strategy: str = _setting("allreduce", "how workers keep in step")
     precision: str = _setting("fp32", "fp32, bf16 or fp16 for the models' forward passes")
@@ -146,9 +142,7 @@ def merge(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Setti
     known = {f.name for f in dataclasses.fields(Settings)}
     for name in arguments:
         if name not in known:
-            raise UsageError(
-                f"paceline.init() has no setting {name!r}; there are: {', '.join(sorted(known))}"
-            )
+            raise UsageError(f"paceline.init() has no setting {name!r}; there are: {', '.join(sorted(known))}")
     values = {**{k: v for k, v in arguments.items() if v is not None}, **flags}
     settings = Settings(**values)
     resolved = settings.resolved()

@@ -36,20 +36,14 @@ class _Size(click.ParamType):
 )
 @click.option("-n", "--workers", type=int, help="Processes that train.  [default: 1]")
 @click.option("-m", "as_module", is_flag=True, help="The target is a module: -m pkg.train")
-@click.option(
-    "--slots", type=int, help="Logical workers, fixed for the run; any -n up to it gives the same bits."
-)
+@click.option("--slots", type=int, help="Logical workers, fixed for the run; any -n up to it gives the same bits.")
 @click.option("--threads", type=int, help="Threads of each worker; part of the run's bits.  [default: 1]")
 @click.option("--seed", type=int, help="Seed of everything random.  [default: 0]")
 @click.option("--strategy", help="How workers keep in step.  [default: allreduce]")
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), help="Of the models' forward passes.  [default: fp32]"
-)
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Of the models' forward passes.  [default: fp32]")
 @click.option("--device", type=click.Choice(DEVICES), help="[default: auto]")
 @click.option("--share-gpus", is_flag=True, default=None, help="Let several workers use one GPU.")
-@click.option(
-    "--transport", type=click.Choice(TRANSPORTS), help="How tensors move between workers.  [default: auto]"
-)
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="How tensors move between workers.  [default: auto]")
 @click.option("--shm-limit", type=_Size(), help="Most shared memory the run may take, such as 4G.")
 @click.option("--split", help="How data is cut: even, rows, or one weight a slot (1,1,2,4).  [default: even]")
 @click.option("--steps", type=int, help="Stop after this many steps.")
@@ -58,12 +52,8 @@ class _Size(click.ParamType):
 @click.option("--target", help="Stop when a logged metric gets there: 'accuracy>=0.9'.")
 @click.option("--name", help="The run's name.  [default: date and time]")
 @runs_option
-@click.option(
-    "--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print."
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Resolve the settings, print them with their origins, train nothing."
-)
+@click.option("--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print.")
+@click.option("--dry-run", is_flag=True, help="Resolve the settings, print them with their origins, train nothing.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(

@@ -229,9 +229,7 @@ class Agent:
         if code and self._failure is None and not self._killed:
             tail = _crash_trace(worker.follower.path) if code < 0 else ""
             self._fail(
-                Failure(
-                    f"worker {worker.number}", _exit_words(code), tail, 1 if code < 0 else code, worker.number
-                )
+                Failure(f"worker {worker.number}", _exit_words(code), tail, 1 if code < 0 else code, worker.number)
             )
 
     def _drain(self, number: int) -> None:
@@ -257,9 +255,7 @@ class Agent:
                 early = self._board.see(worker.number).phase == Phase.STARTING
                 text = "ended without paceline.init()" if early else "left the script early, with exit code 0"
                 self._fail(
-                    Failure(
-                        f"worker {worker.number}", f"{text}, while others wait for it", "", 1, worker.number
-                    )
+                    Failure(f"worker {worker.number}", f"{text}, while others wait for it", "", 1, worker.number)
                 )
                 return
 

@@ -301,14 +301,8 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
             )
         shares = BatchShares(_order_of(sampler, n, seed), batch, slots, split, drop_last)
     if shares.steps == 0:
-        raise UsageError(
-            f"drop_last=True with a batch of {batch} leaves no step in a data set of {n} samples"
-        )
-    if (
-        type(loader.dataset) is TensorDataset
-        and loader.collate_fn is default_collate
-        and loader.num_workers == 0
-    ):
+        raise UsageError(f"drop_last=True with a batch of {batch} leaves no step in a data set of {n} samples")
+    if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate and loader.num_workers == 0:
         return TensorFeed(loader, shares)
     return MapFeed(loader, shares, seed)
 

@@ -70,9 +70,7 @@ class Split:
         try:
             weights = tuple(Fraction(part) for part in text.split(","))
         except (ValueError, ZeroDivisionError):
-            raise UsageError(
-                f"--split {text!r} is none of: even, rows, or one weight a slot such as 1,1,2,4"
-            ) from None
+            raise UsageError(f"--split {text!r} is none of: even, rows, or one weight a slot such as 1,1,2,4") from None
         if len(weights) != slots:
             raise UsageError(f"--split gives {len(weights)} weights for {slots} slots: give one a slot")
         if min(weights) <= 0:

@@ -56,11 +56,7 @@ def worker_environment(
     RANK, WORLD_SIZE and friends are taken out: scripts that look for them would start groups of
     their own.
     """
-    env = {
-        k: v
-        for k, v in base.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
+    env = {k: v for k, v in base.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     env.update(bit_environment(threads))
     env[MARK] = ticket.encode()
     env["PYTHONUNBUFFERED"] = "1"

@@ -42,9 +42,7 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
         if inner is None:
             break
         loaded = inner
-    tensors = (
-        {k: v for k, v in loaded.items() if isinstance(v, torch.Tensor)} if isinstance(loaded, dict) else {}
-    )
+    tensors = {k: v for k, v in loaded.items() if isinstance(v, torch.Tensor)} if isinstance(loaded, dict) else {}
     if not tensors:
         raise UsageError(f"{path} holds no state dict")
     return tensors

@@ -122,9 +122,7 @@ class AllReduce:
         self._kept = []
         if self._start:
             moves = views[len(replica.params) :]
-            total = [
-                start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)
-            ]
+            total = [start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)]
             torch._foreach_copy_(replica.buffers, total)
             torch._foreach_copy_(self._start, total)
 

@@ -19,9 +19,7 @@ from paceline.tensors.reduce import Reducer
 
 
 class Overlap:
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], reducer: Reducer, outside: Callable[[], bool]
-    ) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], reducer: Reducer, outside: Callable[[], bool]) -> None:
         self._params, self._reducer, self._outside = params, reducer, outside
         self._learned: dict[int, list[int]] = {}
         self._fires = [0] * len(params)
@@ -29,8 +27,7 @@ class Overlap:
         self._waiting: list[int] = []
         self._next = 0
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._fired, index))
-            for index, param in enumerate(params)
+            param.register_post_accumulate_grad_hook(partial(self._fired, index)) for index, param in enumerate(params)
         ]
 
     def open(self, call: int) -> None:

@@ -39,9 +39,7 @@ def nccl(store: dist.Store, rank: int, size: int) -> Any:
 class GroupPeers:
     """`data` moves the sums; `control` (Gloo) moves lanes and messages."""
 
-    def __init__(
-        self, rank: int, size: int, data: Any, control: Any, watch: Watch, device: torch.device
-    ) -> None:
+    def __init__(self, rank: int, size: int, data: Any, control: Any, watch: Watch, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.waited_s = 0.0
         self._data, self._control, self._watch = data, control, watch

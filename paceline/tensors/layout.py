@@ -47,9 +47,7 @@ class Layout:
     flats: tuple[tuple[torch.dtype, int], ...]
 
     @staticmethod
-    def of(
-        tensors: Sequence[torch.Tensor], count: int | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> Layout:
+    def of(tensors: Sequence[torch.Tensor], count: int | None = None, bucket_bytes: int = BUCKET_BYTES) -> Layout:
         """Lay out the first `count` tensors in reverse, then the rest in buckets of their own."""
         count = len(tensors) if count is None else count
         dtypes = sorted({sum_dtype(t.dtype) for t in tensors}, key=str)

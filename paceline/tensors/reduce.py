@@ -182,9 +182,7 @@ class Reducer:
                 torch.add(self._levels[level][at.flat][at.start : at.stop], flat, out=flat)
         if self._staged:
             at = self.layout.buckets[bucket]
-            self._targets[part][at.flat][at.start : at.stop].copy_(
-                self._parts[part][at.flat][at.start : at.stop]
-            )
+            self._targets[part][at.flat][at.start : at.stop].copy_(self._parts[part][at.flat][at.start : at.stop])
 
     def finish_early(self, bucket: int, params: Sequence[torch.nn.Parameter], weight: float) -> bool:
         """This bucket's gradients of the last share are complete: let it leave now, if it can."""
@@ -226,9 +224,7 @@ class Reducer:
 
     # meeting
 
-    def commit(
-        self, key: int, lanes: Sequence[int], mean: bool, scale: float, out: Sequence[torch.Tensor]
-    ) -> Outcome:
+    def commit(self, key: int, lanes: Sequence[int], mean: bool, scale: float, out: Sequence[torch.Tensor]) -> Outcome:
         """Meet the others; `out` holds the total (over the total weight, for a mean) / scale on return."""
         assert self._at == len(self._todo), "a share is missing"
         for bucket in range(len(self.layout.buckets)):

@@ -99,11 +99,7 @@ class RunFolder:
     def all(runs: Path) -> list[RunFolder]:
         if not runs.is_dir():
             return []
-        found = [
-            RunFolder(p)
-            for p in runs.iterdir()
-            if (p / "events.jsonl").exists() or (p / "config.json").exists()
-        ]
+        found = [RunFolder(p) for p in runs.iterdir() if (p / "events.jsonl").exists() or (p / "config.json").exists()]
         return sorted(found, key=lambda folder: folder.path.stat().st_ctime)
 
     def event(self, kind: str, why: str, **fields: Any) -> None:

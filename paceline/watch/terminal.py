@@ -75,9 +75,7 @@ class Terminal:
             if not self._own_bar:
                 self._show_bar()
             total = main.total_steps or None
-            self._progress.update(
-                self._task, description=words, completed=main.step, total=total, rate=self._rate
-            )
+            self._progress.update(self._task, description=words, completed=main.step, total=total, rate=self._rate)
         elif now - self._last_plain >= _PLAIN_EVERY_S:
             self._last_plain = now
             of = f"/{main.total_steps}" if main.total_steps else ""
@@ -99,8 +97,7 @@ class Terminal:
         if trace:
             self._err.print(escape(trace))
         self._err.print(
-            f"[bold red]paceline: {escape(who)} {escape(text)}[/bold red]"
-            + (f"  (log: {log})" if log else "")
+            f"[bold red]paceline: {escape(who)} {escape(text)}[/bold red]" + (f"  (log: {log})" if log else "")
         )
 
     def table(self, summary: dict[str, Any], path: str) -> None:
