@@ -27,6 +27,8 @@ class UsageError(PacelineError):
 class MismatchError(PacelineError):
     """The workers came to different places in the script, so nothing can be combined."""
 
+    exit_code = 2
+
 
 class PeerLostError(PacelineError):
     """Another worker died, or the agent is stopping the run, while this one waited."""
@@ -36,3 +38,8 @@ class ResourceError(PacelineError):
     """The machine cannot hold what the run needs."""
 
     exit_code = 2
+
+
+OWN_GROUP = (
+    "the script starts torch.distributed itself; Paceline brings the workers together, so remove init_process_group()"
+)

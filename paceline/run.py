@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
 from paceline.data.partition import Split
 from paceline.data.random import set_seed
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import OWN_GROUP, PacelineError, UsageError
 from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.session import Session, user_line
@@ -57,13 +57,14 @@ def init(**arguments: Any) -> Run:
         raise UsageError(f"{user_line()}: paceline.init() was called twice; keep the run it returned")
     if "workers" in arguments:
         raise UsageError("the number of workers is chosen at launch: paceline run -n 4 train.py")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise UsageError(
-            f"{user_line()}: torch.distributed is initialised already; Paceline brings the workers together itself, "
-            "so remove init_process_group() from the script"
-        )
+    _refuse_own_group()
     current = Run(Session(arguments))
     return current
+
+
+def _refuse_own_group() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise UsageError(f"{user_line()}: {OWN_GROUP}")
 
 
 class Run:
@@ -132,6 +133,7 @@ class Run:
         self._mean = loss == "mean"
         if self._attached:
             raise UsageError(f"{user_line()}: prepare() after training has begun; prepare everything before the loop")
+        _refuse_own_group()
         self._session.at = "prepare()"
         if self.is_main:
             self._session.board.main_ready = True
@@ -268,10 +270,23 @@ class Run:
         if not self._attached:
             self._attach()
         assert self._stepper is not None
+        if self._session.dry_run:
+            self._show_settings()
         if self._in_loop:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
         self._in_loop = True
         return self._stepper
+
+    def _show_settings(self) -> NoReturn:
+        """--dry-run ends where training would begin."""
+        feed = self._feeds[0] if self._feeds else None
+        lines = [f"{name:12} {value!s:24} {self._session.origins[name]}" for name, value in vars(self.settings).items()]
+        if feed is not None:
+            split = Split.parse(self.settings.split, self.settings.slots)
+            lines += [self._batch_words(feed, split), f"{feed.steps or 'an unknown number of'} steps an epoch"]
+        sys.stdout.write("\n".join(lines) + "\n")
+        self.finished = True
+        raise SystemExit(0)
 
     def _attach(self) -> None:
         """Everything is known: lay out memory, and look for what was forgotten."""
@@ -313,6 +328,7 @@ class Run:
         known, number = self._positions.get(key, (epoch, 0))
         number = number if known == epoch else 0
         feed.start(epoch, number, stepper.mine)
+        self._session.left = None
         try:
             while not self.stopped and (feed.steps is None or number < feed.steps):
                 start = time.perf_counter()
@@ -330,11 +346,9 @@ class Run:
                 number += 1
                 self._positions[key] = (epoch, number)
         except GeneratorExit:
-            self._session.at = f"the code after it left the loop over the loader at {line_of_close()}"
-            if stepper.active and (stepper.call or stepper.alone):
-                stepper.end()
+            self._session.left = line_of_close()
+            if stepper.abandon():
                 self._positions[key] = (epoch, number + 1)
-            stepper.active = False
             raise
         finally:
             feed.stop()
@@ -469,9 +483,10 @@ class Run:
             )
         if self.is_main:
             summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
-        self._session.row.enter(Phase.FINISHED)
-        self._strategy.close() if self._attached else None
+        if self._attached:
+            self._strategy.close()
         self.peers.close()
+        self._session.leave()
 
 
 def _length(feed: Feed) -> int:

@@ -65,6 +65,8 @@ class Session:
         self.started = time.time()
         self.at = "starting"
         """What this worker is doing, in words for a message to the others."""
+        self.left: str | None = None
+        """Where the script left a loop over its loader before the end, if it did."""
         self.link: Link | None = None
         if self.ticket is None:
             self.folder = RunFolder.create(Path(os.environ.get("PACELINE_RUNS", DEFAULT_RUNS)), None)
@@ -87,6 +89,11 @@ class Session:
     @property
     def launched(self) -> bool:
         return self.ticket is not None
+
+    @property
+    def dry_run(self) -> bool:
+        """Started only to see what the settings come to."""
+        return self.ticket is not None and self.ticket.dry_run
 
     def write_config(self) -> None:
         config = {
@@ -117,7 +124,7 @@ class Session:
 
     def peers(self) -> Peers:
         """The group of this term."""
-        if self.workers == 1:
+        if self.workers == 1 or self.dry_run:
             return Alone(self.device)
         transport = self.settings.transport
         if transport == "auto":
@@ -157,23 +164,28 @@ class Session:
 
     # while waiting: see tensors.peers.Watch
 
+    def where(self) -> str:
+        """Where this worker is, for the others' eyes."""
+        left = f", having left the loop over the loader at {self.left}" if self.left else ""
+        return f"{self.at} ({user_line()}){left}"
+
     def check(self, seconds: float, laggard: int) -> None:
         if self.board.abort:
             raise PeerLostError(f"gave up waiting for worker {laggard}: the run is stopping")
         if seconds > _TELL_AFTER_S:
-            self.row.place(f"{self.at} ({user_line()})")
+            self.row.place(self.where())
             self.row.waits_for(laggard)
 
     def mismatch(self, others: list[int]) -> NoReturn:
-        self.row.place(f"{self.at} ({user_line()})")
+        self.row.place(self.where())
         deadline = time.monotonic() + _OTHERS_MAY_SAY_S
         while time.monotonic() < deadline and not all(self.board.see(k).place for k in others):
             time.sleep(0.001)
         there = "; ".join(f"worker {k} is at {self.board.see(k).place or 'another place'}" for k in others)
         raise MismatchError(
-            f"the workers came to different places in the script: worker {self.worker} is at "
-            f"{self.at} ({user_line()}); {there}. Every worker must take the same steps: leave a loop only on a "
-            "condition that is the same on all (run.stop(reason) is an agreed stop)"
+            f"the workers came to different places in the script: worker {self.worker} is at {self.where()}; {there}. "
+            "Every worker must take the same steps: leave a loop only on a condition that is the same on all "
+            "(run.stop(reason) is an agreed stop)"
         )
 
     # the terminal
@@ -184,6 +196,10 @@ class Session:
             self.link.tell(Notice(text))
         else:
             sys.stderr.write(f"paceline: {text}\n")
+
+    def leave(self) -> None:
+        """This worker is done, as it should be."""
+        self.row.enter(Phase.FINISHED)
 
     def fail(self, failed: Failed) -> None:
         if self.link is not None:

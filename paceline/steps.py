@@ -160,11 +160,23 @@ class Stepper:
         if self.call == 0 and not self.alone:
             self._no_reduce()
         if self.alone:
-            self.samples += self.batch.drawn if self.batch else 1
             self.committed([self.stop_code()])
-        self.step += 1
+        self._count_step()
         self.active, self.batch = False, None
+
+    def _count_step(self) -> None:
+        if self.alone:
+            self.samples += self.batch.drawn if self.batch else 1
+        self.step += 1
         self._row.progress(self.step, self.epoch, self.samples)
+
+    def abandon(self) -> bool:
+        """The script left the loop in the middle of a step; whether that step was trained."""
+        trained = self.active and not self.inside and self.left_early is None and (self.call > 0 or self.alone)
+        if trained:
+            self._count_step()
+        self.active = False
+        return trained
 
     def _no_reduce(self) -> NoReturn:
         if not self.flat_allowed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,11 @@ def command(
         _check_script(script)
     settings, _ = _flag_settings(flags)
     gpus = _gpus_for(settings)
-    if dry_run:
-        flags["workers"] = settings.workers
-    folder = RunFolder.create(runs, name)
     job = Job(script, arguments, as_module, flags, settings, show, dry_run, tuple(gpus))
-    return Agent(job, folder, Terminal(settings.workers)).run()
+    if dry_run:
+        with tempfile.TemporaryDirectory(prefix="paceline-dry-") as nowhere:
+            return Agent(job, RunFolder.create(Path(nowhere), name), Terminal(1)).run()
+    return Agent(job, RunFolder.create(runs, name), Terminal(settings.workers)).run()
 
 
 def _flag_settings(flags: dict[str, Any]) -> tuple[Settings, dict[str, str]]:

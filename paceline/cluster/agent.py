@@ -71,7 +71,7 @@ class Failure:
 class Agent:
     def __init__(self, job: Job, folder: RunFolder, terminal: Terminal) -> None:
         self._job, self._folder, self._terminal = job, folder, terminal
-        self._count = job.settings.workers
+        self._count = 1 if job.dry_run else job.settings.workers
         self._secret = secrets.token_bytes(control.SECRET_BYTES)
         self._address = f"paceline-{folder.id}-{secrets.token_hex(8)}"
         self._board = Board.create(self._count)
@@ -145,13 +145,15 @@ class Agent:
             return self._end_failed(self._failure)
         self._follow(last=True)
         summary = self._folder.read_json(self._folder.summary)
+        if self._job.dry_run:
+            return 0
         if self._killed or not summary:
             why = "killed by a second Ctrl-C" if self._killed else "no worker trained anything"
             self._write_failed_summary(why)
-            if not self._job.dry_run:
-                self._terminal.notice(why)
+            self._terminal.notice(why)
             return 130 if self._killed else 0
-        self._terminal.table(summary, str(self._folder.path))
+        if self._job.show != "none":
+            self._terminal.table(summary, str(self._folder.path))
         return 130 if self._interrupts else 0
 
     def _end_failed(self, failure: Failure) -> int:

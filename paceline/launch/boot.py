@@ -17,7 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from paceline.cluster.control import Failed, Link
-from paceline.errors import PacelineError, PeerLostError
+from paceline.errors import OWN_GROUP, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -69,7 +69,7 @@ def _finish() -> int:
     run = _current_run()
     if run is None:
         handed = ticket()
-        if handed is not None and handed.worker == 0:
+        if handed is not None and handed.worker == 0 and "paceline.session" not in sys.modules:
             raise _NeverCalled(
                 "the script ended without paceline.init(), so every worker ran it by itself. Add `run = paceline.init()` "
                 "and `run.prepare(model, optimizer, loader)`; see `paceline run --help`"
@@ -99,6 +99,9 @@ def _after_exit(error: SystemExit) -> int:
 
 
 def _report(error: BaseException) -> int:
+    line = _line_calling("init_process_group", error.__traceback__)
+    if line:
+        error = UsageError(f"{line}: {OWN_GROUP}")
     own = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     if isinstance(error, KeyboardInterrupt):
@@ -110,6 +113,19 @@ def _report(error: BaseException) -> int:
     _tell(Failed(text, trace, code, follows=follows))
     sys.stderr.write((trace or text) + "\n")
     return code
+
+
+def _line_calling(function: str, trace: TracebackType | None) -> str | None:
+    """file:line in the script, if the exception came out of a function of this name."""
+    line = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == function:
+            return line
+        if "site-packages" not in code.co_filename and not _is_ours(code.co_filename):
+            line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return None
 
 
 def _frames(error: BaseException, trace: TracebackType | None) -> str:

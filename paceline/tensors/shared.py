@@ -28,7 +28,7 @@ Allocate = Callable[[str, int], int]
 _LINE = 64
 _ARRIVED, _MIDDLE, _READ, _KEY = range(4)  # one cache line each
 _ROW = 4 * _LINE
-_MAILBOX = 1 << 20
+_MAILBOX = 256 << 10
 _DIRECT_BYTES = 256 << 10
 """Below this, one barrier and a few more bytes read beat two barriers."""
 
