@@ -140,7 +140,7 @@ def _apt(folder: str, *arguments: str) -> str | None:
     """What went wrong, if anything."""
     # root's apt-get changes to a user who may not write to the temporary folder, and complains
     command = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     if result.returncode == 0:
         return None
     return (result.stderr.strip() or f"exit {result.returncode}").splitlines()[-1]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import time
 
-import fashion_data
+import paceline
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-import paceline
+import fashion_data
 
 
 class LeNet(nn.Module):

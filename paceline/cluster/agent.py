@@ -85,7 +85,7 @@ class Agent:
         self._interrupts = 0
         self._killed = False
         self._fold = Fold()
-        self._told_wait = 0.0
+        self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._started = time.monotonic()
 
     # life
@@ -209,11 +209,14 @@ class Agent:
             self._terminal.output(who, text)
 
     def _tell_waits(self, rows: list[Seen], now: float) -> None:
-        if self._failure is not None or now - self._told_wait < QUIET_S:
+        if self._failure is not None:
             return
         found = verdict(rows)
-        if found is not None:
-            self._told_wait = now
+        if found is None:
+            self._quiet_s = QUIET_S
+        elif now - self._told_wait >= self._quiet_s:
+            # Told at once, then ever more seldom: a long first batch should not fill the screen.
+            self._told_wait, self._quiet_s = now, min(self._quiet_s * 2, 60.0)
             worker, words = found
             self._terminal.notice(words)
             self._folder.event("waiting", words, worker=worker)

@@ -7,6 +7,7 @@ in it; the log file has it in full. No torch in here: a script that never trains
 from __future__ import annotations
 
 import builtins
+import ctypes
 import faulthandler
 import os
 import runpy
@@ -20,11 +21,13 @@ from paceline.cluster.control import Failed, Link
 from paceline.errors import OWN_GROUP, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
 
+_PR_SET_PDEATHSIG = 1
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main() -> None:
     """`python -m paceline.launch.boot [-m] TARGET ARGS…`"""
+    _die_with_agent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     arguments = sys.argv[1:]
@@ -39,6 +42,14 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  whatever ends a script ends here, and is told
         code = _report(error)
     _leave(code)
+
+
+def _die_with_agent() -> None:
+    """A killed agent must not leave workers behind: nobody would ever stop them."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _run_target(target: str, rest: list[str], as_module: bool) -> None:

@@ -44,13 +44,16 @@ def test_loader_not_prepared_nested(tmp_path: Path, workers: str) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_loader_not_prepared_flat(tmp_path: Path, workers: str) -> None:
-    script = HEAD + """
+    script = (
+        HEAD
+        + """
 run.prepare(model, optimizer)
 for epoch in run.epochs(2):
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step(); optimizer.zero_grad()
 """
+    )
     line = mistake(tmp_path, script, "-n", workers)
     assert "train.py:16" in line and "was not given to run.prepare()" in line
 
@@ -61,19 +64,24 @@ def test_batch_smaller_than_slots(tmp_path: Path) -> None:
 
 
 def test_flat_loop_with_more_slots_than_workers_names_the_line(tmp_path: Path) -> None:
-    script = HEAD + """
+    script = (
+        HEAD
+        + """
 run.prepare(model, optimizer, loader)
 for epoch in run.epochs(2):
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step(); optimizer.zero_grad()
 """
+    )
     line = mistake(tmp_path, script, "-n", "2", "--slots", "4")
     assert "train.py:14" in line and "run.slots()" in line and "--slots 2" in line
 
 
 def test_a_worker_leaves_the_loop_early(tmp_path: Path) -> None:
-    script = HEAD + """
+    script = (
+        HEAD
+        + """
 run.prepare(model, optimizer, loader)
 for epoch in run.epochs(2):
     for batch in loader:
@@ -83,6 +91,7 @@ for epoch in run.epochs(2):
             F.cross_entropy(model(x), y).backward()
         optimizer.step(); optimizer.zero_grad()
 """
+    )
     line = mistake(tmp_path, script, "-n", "2")
     assert "worker 1 is at the end of an epoch" in line and "left the loop over the loader at train.py:16" in line
     assert "worker 0 is at the gradients of step 2 (train.py:17)" in line
@@ -131,7 +140,9 @@ def test_no_such_script(tmp_path: Path) -> None:
 
 
 def test_optimizer_step_inside_the_inner_loop(tmp_path: Path) -> None:
-    script = HEAD + """
+    script = (
+        HEAD
+        + """
 run.prepare(model, optimizer, loader)
 for epoch in run.epochs(2):
     for batch in loader:
@@ -139,12 +150,15 @@ for epoch in run.epochs(2):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 """
+    )
     line = mistake(tmp_path, script, "-n", "1")
     assert "train.py:17" in line and "move optimizer.step() one level out" in line
 
 
 def test_inner_loop_left_early(tmp_path: Path) -> None:
-    script = HEAD + """
+    script = (
+        HEAD
+        + """
 run.prepare(model, optimizer, loader)
 for epoch in run.epochs(2):
     for batch in loader:
@@ -153,6 +167,7 @@ for epoch in run.epochs(2):
             break
         optimizer.step()
 """
+    )
     line = mistake(tmp_path, script, "-n", "1", "--slots", "4")
     assert "left early" in line and "train.py:15" in line
 

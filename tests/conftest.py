@@ -1,0 +1,74 @@
+"""For every test: nothing may leak, no run may stay current, and random numbers can be drawn again."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.leaks import Held, leaked
+
+_ON_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+settings.register_profile(
+    "paceline",
+    deadline=None,
+    derandomize=_ON_CI,
+    max_examples=60,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("paceline")
+_SEED = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed for the session, chosen here unless --hypothesis-seed gives it; hypothesis uses it too."""
+    given = getattr(config.option, "hypothesis_seed", None)
+    chosen = given if given is not None else "0" if _ON_CI else str(random.SystemRandom().randrange(1 << 31))
+    if given is None and not _ON_CI:
+        config.option.hypothesis_seed = chosen
+    config.stash[_SEED] = int(chosen) if chosen.isdigit() else 0
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.write_line(_seed_words(config))
+
+
+def _seed_words(config: pytest.Config) -> str:
+    return f"seed {config.stash[_SEED]} (again with --hypothesis-seed={config.stash[_SEED]})"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The session's seed, printed where the test fails."""
+    print(_seed_words(request.config))
+    return request.config.stash[_SEED]
+
+
+def forget_run() -> None:
+    """A run that a test entered in this process: the next test must be able to enter its own."""
+    module = sys.modules.get("paceline.run")
+    run = getattr(module, "current", None)
+    if module is None or run is None:
+        return
+    atexit.unregister(run.finish)
+    module.current = None
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fails the test that leaves a process, a socket, a memfd, a thread or a /dev/shm file behind."""
+    before, hook = Held.now(), sys.excepthook
+    yield
+    forget_run()
+    sys.excepthook = hook
+    found = leaked(before)
+    if found:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)

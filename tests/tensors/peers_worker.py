@@ -1,0 +1,286 @@
+"""Real worker processes for the contract tests of Peers.
+
+Started once a module as `python -m tests.tensors.peers_worker`: it imports torch, then forks the workers
+of each scenario, so that a scenario costs milliseconds. A line of JSON on stdin asks for one; a line of
+JSON on stdout answers when its workers are gone. Each worker leaves its result in a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.errors import PeerLostError
+from paceline.tensors.group import GroupPeers, gloo
+from paceline.tensors.layout import Layout
+from paceline.tensors.peers import Peers
+from paceline.tensors.shared import SharedPeers
+from paceline.tensors.tree import Plan
+from tests.tensors.arithmetic import tree_sum
+
+SEGMENTS = ["term-1/meet", *(f"term-1/slabs-{number}" for number in range(8))]
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Mismatch(Exception):
+    """The watch was told of a mismatch."""
+
+
+class Ended(Exception):
+    """The watch ended a wait."""
+
+
+class Watch:
+    """Counts its calls; ends a wait once `patience` of them have been made."""
+
+    def __init__(self) -> None:
+        self.calls, self.laggards, self.patience = 0, set[int](), 1 << 60
+
+    def check(self, seconds: float, laggard: int) -> None:
+        self.calls += 1
+        self.laggards.add(laggard)
+        if self.calls >= self.patience:
+            raise Ended
+
+    def mismatch(self, others: list[int]) -> NoReturn:
+        raise Mismatch(json.dumps(others))
+
+
+def leaf_value(shape: tuple[int, ...], dtype: torch.dtype, *which: int) -> torch.Tensor:
+    """What a leaf contributes: any process can draw it again."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(which).encode()).digest()[:6]))
+    return torch.randn(shape, generator=generator, dtype=dtype) * 10.0 ** (which[-1] % 5)
+
+
+def tensors_of(ask: dict[str, Any]) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=DTYPES[dtype]) for shape, dtype in ask["tensors"]]
+
+
+# scenarios: (peers, watch, what was asked) → a result
+
+
+def totals(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """One reduce point for each number of leaves; everybody's result and lanes."""
+    tensors = tensors_of(ask)
+    layout = Layout.of(tensors, ask.get("count"), bucket_bytes=ask.get("bucket_bytes", 1 << 18))
+    results = []
+    for turn, leaves in enumerate(ask["leaves"]):
+        plan = Plan.of(leaves, peers.size)
+        parts = peers.open(plan, layout, 2)
+        if ask.get("early"):
+            for flats in parts:
+                for flat in flats:
+                    flat.fill_(-1.0)
+            _post_all(peers, layout)
+        for flats, (a, b) in zip(parts, plan.parts(peers.rank), strict=True):
+            for index, view in enumerate(layout.views(flats)):
+                values = [leaf_value(tuple(view.shape), view.dtype, turn, index, leaf) for leaf in range(a, b)]
+                view.copy_(tree_sum(values))
+        if not ask.get("early"):
+            _post_all(peers, layout)
+        rows = peers.exchange(turn, np.array([peers.rank * 10 + turn, -1 << 62], dtype=np.int64))
+        if ask.get("early"):
+            peers.repost(range(len(layout.buckets)))
+        out = layout.allocate()
+        peers.total(out, ask["divisor"])
+        # The result is private: another's writing in the next turn must not reach it.
+        results.append({"views": layout.views(out), "rows": rows.tolist()})
+    for result in results:
+        result["views"] = [view.contiguous() for view in result["views"]]
+    return results
+
+
+def _post_all(peers: Peers, layout: Layout) -> None:
+    for bucket in range(len(layout.buckets)):
+        peers.post(bucket)
+
+
+def payload(rank: int, size: int) -> bytes:
+    return hashlib.shake_128(bytes([rank])).digest(size)
+
+
+def gather(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    said = []
+    for turn, sizes in enumerate(ask["sizes"]):
+        got = peers.gather(turn, payload(peers.rank, sizes[peers.rank]))
+        assert all(type(part) is bytes for part in got)
+        said.append([[len(part), hashlib.sha256(part).hexdigest()] for part in got])
+    return said
+
+
+def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """Sums and messages in turn, each worker late by its own small random delays; the rounds it got wrong."""
+    rng = random.Random(ask["seed"] * 100 + peers.rank)
+    layout = Layout.of([torch.empty(5), torch.empty(ask["large"])])
+    wrong = []
+    for turn in range(ask["rounds"]):
+        kind = turn % 3
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.003)
+        if kind == 2:
+            got = peers.gather(turn, f"{turn}:{peers.rank}".encode() * (1 + turn % 5))
+            if got != [f"{turn}:{worker}".encode() * (1 + turn % 5) for worker in range(peers.size)]:
+                wrong.append(turn)
+            continue
+        leaves = peers.size + turn % 4
+        plan = Plan.of(leaves, peers.size)
+        parts = peers.open(plan, layout, 1)
+        for flats, (a, b) in zip(parts, plan.parts(peers.rank), strict=True):
+            flats[0].fill_(sum(leaf + turn for leaf in range(a, b)))
+        _post_all(peers, layout)
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.003)
+        rows = peers.exchange(turn, np.array([turn * 100 + peers.rank], dtype=np.int64))
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.003)
+        out = layout.allocate()
+        peers.total(out, 1.0)
+        want = float(sum(leaf + turn for leaf in range(leaves)))
+        fine = bool((out[0] == want).all())
+        if not fine or rows[:, 0].tolist() != [turn * 100 + worker for worker in range(peers.size)]:
+            wrong.append(turn)
+    return wrong
+
+
+def keys(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """Every worker comes to the meeting of its own key, by a reduce point or by a gather."""
+    key, way = ask["keys"][peers.rank], ask["ways"][peers.rank]
+    try:
+        if way == "gather":
+            peers.gather(key, b"hello")
+        else:
+            layout = Layout.of([torch.empty(3)])
+            peers.open(Plan.of(peers.size, peers.size), layout, 6)
+            peers.post(0)
+            peers.exchange(key, np.arange(6, dtype=np.int64))
+    except Mismatch as error:
+        return json.loads(str(error))
+    return "met"
+
+
+def ended(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """Worker 0 waits and its watch soon ends the wait; the others come only when it is over, or never."""
+    over = Path(ask["folder"], "over")
+    if peers.rank:
+        deadline = time.monotonic() + ask["patience_s"]
+        while not over.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return None
+    watch.calls, watch.patience = 0, 3
+    start = time.monotonic()
+    try:
+        peers.gather(1, b"")
+        how = "met"
+    except Ended:
+        how = "ended by the watch"
+    except PeerLostError:
+        how = "peer lost"
+    took = time.monotonic() - start
+    over.touch()
+    return {"how": how, "seconds": took, "laggards": sorted(watch.laggards), "waited_s": peers.waited_s}
+
+
+def death(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """The last worker dies before a meeting; what the others' wait comes to."""
+    peers.gather(1, b"")
+    if peers.rank == peers.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    watch.calls, watch.patience = 0, 50  # half a second of waiting, where the transport cannot know
+    try:
+        peers.gather(2, b"")
+    except PeerLostError:
+        return "peer lost"
+    except Ended:
+        return "ended by the watch"
+    return "met"
+
+
+SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
+    function.__name__: function for function in (totals, gather, rounds, keys, ended, death)
+}
+
+
+# processes
+
+
+def build(ask: dict[str, Any], rank: int, watch: Watch, segments: dict[str, int]) -> Peers:
+    size, device = ask["size"], torch.device("cpu")
+    if ask["kind"] == "shared":
+
+        def allocate(name: str, bytes_needed: int) -> int:
+            os.ftruncate(segments[name], bytes_needed)
+            return os.dup(segments[name])
+
+        return SharedPeers(rank, size, 1, allocate, watch)
+    store = dist.FileStore(str(Path(ask["folder"], "store")), size)
+    control = gloo(dist.PrefixStore("control", store), rank, size)
+    data = gloo(dist.PrefixStore("data", store), rank, size)
+    return GroupPeers(rank, size, data, control, watch, device)
+
+
+def work(ask: dict[str, Any], rank: int, segments: dict[str, int]) -> None:
+    code = 0
+    result: dict[str, Any] = {}
+    try:
+        torch.set_num_threads(1)
+        watch = Watch()
+        peers = build(ask, rank, watch, segments)
+        result["value"] = SCENARIOS[ask["scenario"]](peers, watch, ask)
+        if ask["scenario"] in ("totals", "gather", "rounds"):
+            peers.close()
+    except BaseException:  # noqa: BLE001  it is told to the test
+        result["error"] = traceback.format_exc()
+        code = 1
+    finally:
+        torch.save(result, Path(ask["folder"], f"{rank}.pt"))
+        os._exit(code)
+
+
+def serve(ask: dict[str, Any]) -> dict[str, Any]:
+    """Fork the workers, wait for all; those still there at the deadline are killed and named."""
+    segments = {name: os.memfd_create(name.replace("/", "-")) for name in SEGMENTS}
+    pids = []
+    for rank in range(ask["size"]):
+        pid = os.fork()
+        if pid == 0:
+            work(ask, rank, segments)
+        pids.append(pid)
+    for fd in segments.values():
+        os.close(fd)
+    living = dict(enumerate(pids))
+    deadline = time.monotonic() + ask["limit_s"]
+    hung: list[int] = []
+    while living:
+        living = {rank: pid for rank, pid in living.items() if not os.waitpid(pid, os.WNOHANG)[0]}
+        if living and not hung and time.monotonic() > deadline:
+            hung = sorted(living)
+            for pid in living.values():
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return {"hung": hung}
+
+
+def main() -> None:
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        answer = serve(json.loads(line))
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

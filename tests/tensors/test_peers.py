@@ -1,0 +1,229 @@
+"""The contract of Peers: every transport, between real processes, gives the tree's bits and keeps rounds apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.tensors.layout import Layout, sum_dtype
+from paceline.tensors.peers import Alone, add_in_order, check_keys
+from paceline.tensors.tree import Plan
+from tests.tensors.arithmetic import same, tree_sum
+from tests.tensors.peers_worker import leaf_value, payload, tensors_of
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 30.0
+KINDS = ["shared", "gloo"]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[subprocess.Popen[str]]:
+    """The process that has imported torch and forks workers."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.tensors.peers_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
+
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(host: subprocess.Popen[str], kind: str, tmp_path: Path) -> Run:
+    """Runs a scenario on so many workers of the transport in hand; their results, in order."""
+
+    def run(scenario: str, size: int, **ask: Any) -> list[Any]:
+        assert host.stdin is not None and host.stdout is not None
+        whole = {"scenario": scenario, "kind": kind, "size": size, "folder": str(tmp_path), "limit_s": LIMIT_S, **ask}
+        host.stdin.write(json.dumps(whole) + "\n")
+        host.stdin.flush()
+        answer = json.loads(host.stdout.readline())
+        results = []
+        for rank in range(size):
+            file = tmp_path / f"{rank}.pt"
+            result = torch.load(file, weights_only=True) if file.exists() else {}
+            assert "error" not in result, f"worker {rank}:\n{result['error']}"
+            results.append(result.get("value", "gone"))
+        assert not answer["hung"], f"workers {answer['hung']} hung"
+        return results
+
+    return run
+
+
+def wanted(ask: dict[str, Any]) -> list[list[torch.Tensor]]:
+    """The one-process tree over the same leaves, for each turn."""
+    return [
+        [
+            tree_sum([leaf_value(tuple(t.shape), sum_dtype(t.dtype), turn, index, leaf) for leaf in range(leaves)])
+            / ask["divisor"]
+            for index, t in enumerate(tensors_of(ask))
+        ]
+        for turn, leaves in enumerate(ask["leaves"])
+    ]
+
+
+def check_totals(run: Run, size: int, **ask: Any) -> None:
+    want = wanted(ask)
+    for results in run("totals", size, **ask):
+        for turn, (result, tensors) in enumerate(zip(results, want, strict=True)):
+            for got, tensor in zip(result["views"], tensors, strict=True):
+                assert same(got, tensor), f"leaves {ask['leaves'][turn]}, workers {size}"
+            assert result["rows"] == [[worker * 10 + turn, -1 << 62] for worker in range(size)]
+
+
+SMALL = [([7], "float32"), ([3, 5], "float64"), ([], "float32"), ([0], "float32")]
+LARGE = [([100_003], "float32"), ([31], "float32"), ([20_001], "float64")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_totals_are_the_trees_for_even_and_uneven_deals(run: Run, size: int) -> None:
+    leaves = [size, 2 * size, 4, 8, 5, 7, 13]
+    check_totals(run, size, tensors=SMALL, leaves=[n for n in leaves if n >= size], divisor=3.0, bucket_bytes=64)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_totals_of_a_large_layout_are_the_trees(run: Run, size: int) -> None:
+    """Over 256 KiB: with three workers and more, each adds a segment of its own."""
+    check_totals(run, size, tensors=LARGE, leaves=[size, 7, 8], divisor=1.0)
+
+
+@pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
+def test_workers_without_a_leaf_still_get_the_total(run: Run, tensors: Any) -> None:
+    check_totals(run, 4, tensors=tensors, leaves=[2, 1, 3], divisor=1.0)
+
+
+@pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
+def test_buckets_that_left_too_early_are_sent_again(run: Run, tensors: Any) -> None:
+    check_totals(run, 3, tensors=tensors, leaves=[3, 7, 4], divisor=1.0, early=True, bucket_bytes=1 << 16)
+
+
+def test_a_bucket_of_nothing_is_no_obstacle(run: Run) -> None:
+    """A model whose only buffer is empty (`register_buffer("device", torch.empty(0))`) has such a bucket."""
+    tensors = [([4], "float32"), ([0], "float32")]
+    check_totals(run, 2, tensors=tensors, leaves=[2, 3], divisor=1.0, count=1)
+
+
+def test_payloads_come_back_in_order_whatever_their_size(run: Run) -> None:
+    sizes = [
+        [0, 0, 0],
+        [5, 0, 1],
+        [0, 3_000_001, 17],
+        [1 << 18, (1 << 18) - 8, (1 << 18) - 7],
+        [1 << 20] * 3,
+        [1, 2, 3],
+    ]
+    want = [
+        [[size, hashlib.sha256(payload(rank, size)).hexdigest()] for rank, size in enumerate(turn)] for turn in sizes
+    ]
+    assert run("gather", 3, sizes=sizes) == [want] * 3
+
+
+def test_one_worker_gathers_from_itself(run: Run) -> None:
+    want = [[size, hashlib.sha256(payload(0, size)).hexdigest()] for size in (0, 9)]
+    assert run("gather", 1, sizes=[[0], [9]]) == [[[want[0]], [want[1]]]]
+
+
+@pytest.mark.parametrize(("size", "large"), [(2, 3), (4, 3), (3, 70_000)])
+def test_many_rounds_never_mix(run: Run, size: int, large: int, seed: int) -> None:
+    assert run("rounds", size, rounds=150, large=large, seed=seed) == [[]] * size
+
+
+@pytest.mark.parametrize("way", ["reduce", "gather"])
+def test_different_keys_name_the_workers_that_came_elsewhere(run: Run, way: str) -> None:
+    assert run("keys", 3, keys=[5, 5, 6], ways=[way] * 3) == [[2], [2], [0, 1]]
+
+
+def test_equal_keys_are_no_mismatch(run: Run) -> None:
+    assert run("keys", 2, keys=[5, 5], ways=["reduce"] * 2) == ["met"] * 2
+
+
+def test_a_reduce_that_meets_a_message_is_a_mismatch_too(run: Run) -> None:
+    """One worker left the loop early and is at the end of the epoch, the others are at a reduce point."""
+    assert run("keys", 3, limit_s=8.0, keys=[5, 6, 5], ways=["reduce", "gather", "reduce"]) == [[1], [0, 2], [1]]
+
+
+def test_the_watch_can_end_a_wait(run: Run) -> None:
+    """`check` is called at least every 10 ms; here its third call raises."""
+    result = run("ended", 2, patience_s=3.0)[0]
+    assert result["how"] == "ended by the watch"
+    assert result["seconds"] < 1.0
+    assert result["laggards"] == [1]
+
+
+def test_a_death_ends_the_others_wait(run: Run) -> None:
+    results = run("death", 3)
+    assert results[2] == "gone"
+    assert set(results[:2]) <= {"peer lost", "ended by the watch"}
+
+
+# the group of one, and what all groups share
+
+
+def test_a_group_of_one_keeps_the_contract() -> None:
+    peers = Alone(torch.device("cpu"))
+    layout = Layout.of([torch.empty(5)])
+    parts = peers.open(Plan.of(3, 1), layout, 2)
+    assert len(parts) == 1
+    parts[0][0].copy_(torch.arange(16.0))
+    peers.post(0)
+    peers.repost([0])
+    assert peers.exchange(1, np.array([4, 5])).tolist() == [[4, 5]]
+    out = layout.allocate()
+    peers.total(out, 2.0)
+    assert out[0].tolist() == (torch.arange(16.0) / 2).tolist()
+    parts[0][0].zero_()
+    assert out[0][15] == 7.5, "the result is private"
+    assert peers.gather(1, b"x") == [b"x"]
+    peers.close()
+
+
+def test_adding_by_chunks_is_adding_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.of(5, 5)
+    sources = list(torch.randn(5, 1001))
+    want = tree_sum(sources) / 7.0
+    for chunk in (1, 64, 1000, 1001, 5000):
+        monkeypatch.setattr("paceline.tensors.peers.CHUNK", chunk)
+        before = [source.clone() for source in sources]
+        out = torch.full((1001,), float("nan"))
+        add_in_order(sources, plan, out, 7.0)
+        assert same(out, want)
+        assert all(same(a, b) for a, b in zip(sources, before, strict=True)), "sources are read only"
+
+
+def test_keys_are_compared_with_ones_own() -> None:
+    told: list[list[int]] = []
+
+    class Watch:
+        def mismatch(self, others: list[int]) -> None:
+            told.append(others)
+
+    for rank in range(4):
+        check_keys([7, 7, 8, 7], rank, Watch())  # type: ignore[arg-type]
+    check_keys([7, 7], 0, Watch())  # type: ignore[arg-type]
+    assert told == [[2], [2], [0, 1, 3], [2]]
