@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import os
 import secrets
 import shutil
@@ -78,7 +79,7 @@ def _find() -> Files:
     for place, read in places.items():
         try:
             return read()
-        except (NotHere, OSError, subprocess.SubprocessError) as error:
+        except (NotHere, OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
             reasons.append(f"  {place}: {error}")
     raise SystemExit(
         "Fashion-MNIST was not found, and could not be fetched:\n" + "\n".join(reasons) + "\n"

@@ -49,9 +49,8 @@ def main() -> None:
 
     model = LeNet().to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=args.lr, epochs=args.epochs, steps_per_epoch=len(train_loader)
-    )
+    epochs = run.settings.epochs or args.epochs  # `paceline run --epochs` wins, and the schedule must know
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=epochs * len(train_loader))
     run.prepare(model, optimizer, scheduler, train_loader)
 
     def test(batch: list[torch.Tensor]) -> dict[str, torch.Tensor | int]:
@@ -63,7 +62,7 @@ def main() -> None:
             "count": len(y),
         }
 
-    for epoch in run.epochs(args.epochs):
+    for epoch in run.epochs(epochs):
         start = time.monotonic()
         for _ in train_loader:
             for x, y in run.slots():

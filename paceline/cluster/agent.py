@@ -147,7 +147,7 @@ class Agent:
         summary = self._folder.read_json(self._folder.summary)
         if self._job.dry_run:
             return 0
-        if self._killed or not summary:
+        if self._killed or not (summary or all(row.phase == Phase.FINISHED for row in self._rows())):
             why = "killed by a second Ctrl-C" if self._killed else "no worker trained anything"
             self._write_failed_summary(why)
             self._terminal.notice(why)

@@ -111,7 +111,7 @@ class GroupPeers:
             self._wait(work)
             segment = self._segment(bucket)
             mine = torch.empty(segment, dtype=incoming.dtype, device=self.device)
-            add_in_order(list(incoming.view(-1, segment)), self._plan, mine, divisor)
+            add_in_order(list(incoming.view(len(self._plan.cover), segment)), self._plan, mine, divisor)
             whole = torch.empty(segment * self.size, dtype=incoming.dtype, device=self.device)
             gathers.append((self._data._allgather_base(whole, mine), whole, mine, at))
         for work, whole, _, at in gathers:

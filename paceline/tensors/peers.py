@@ -13,6 +13,7 @@ At a reduce point every worker calls, in this order:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
@@ -69,7 +70,8 @@ def add_in_order(sources: Sequence[torch.Tensor], plan: Plan, out: torch.Tensor,
         if not steps:
             target.copy_(registers[0])
         if divisor != 1.0:
-            target.div_(divisor)
+            # By a power of two both are exact, and multiplying is four times as fast.
+            target.mul_(1.0 / divisor) if math.frexp(divisor)[0] == 0.5 else target.div_(divisor)
 
 
 class Alone:

@@ -217,7 +217,7 @@ class Batches:
         self.n, self.drawn = n, 0
 
     def __len__(self) -> int:
-        return -(-self.n // 5)
+        return (self.n + 4) // 5
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         self.drawn += 1

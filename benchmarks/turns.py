@@ -1,0 +1,76 @@
+"""Sides of a comparison that live at once and take turns, so that the machine's moods hit all alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+_PATIENCE_S = 180
+
+
+def wait_for_turns(folder: str | Path, side: str, main: bool, measure: Callable[[], float]) -> None:
+    """Inside a side's processes: measure whenever it is this side's turn, until told to stop."""
+    turn, folder = 0, Path(folder)
+    while True:
+        while not (folder / f"{side}-{turn}").exists():
+            if (folder / "stop").exists():
+                return
+            time.sleep(0.001)
+        took = measure()
+        if main:
+            (folder / f"{side}-{turn}.tmp").write_text(repr(took))
+            os.replace(folder / f"{side}-{turn}.tmp", folder / f"{side}-{turn}.done")
+        turn += 1
+
+
+class Side:
+    """One side: a Python command that ends in `wait_for_turns`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+        self.name, self._folder, self._turn = name, folder, 0
+        self._log = folder / f"{name}.log"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=HERE, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def take_turn(self) -> float:
+        (self._folder / f"{self.name}-{self._turn}").touch()
+        done = self._folder / f"{self.name}-{self._turn}.done"
+        deadline = time.monotonic() + _PATIENCE_S
+        while not done.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.001)
+        self._turn += 1
+        return float(done.read_text())
+
+    def end(self) -> None:
+        (self._folder / "stop").touch()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @staticmethod
+    def take_turns(sides: Sequence[Side], pairs: int) -> list[list[float]]:
+        """`pairs` measurements of each side, in alternating order; the first ones warm up and are dropped."""
+        times: dict[str, list[float]] = {side.name: [] for side in sides}
+        try:
+            for turn in range(pairs + 1):
+                for side in sides if turn % 2 else sides[::-1]:
+                    took = side.take_turn()
+                    if turn:
+                        times[side.name].append(took)
+        finally:
+            for side in sides:
+                side.end()
+        return [times[side.name] for side in sides]

@@ -1,0 +1,298 @@
+"""What workers and agent say: whole messages, descriptors beside them, and nothing from strangers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster import control
+from paceline.cluster.control import (
+    SECRET_BYTES,
+    ConnectionClosed,
+    Done,
+    Failed,
+    Get,
+    Granted,
+    Hello,
+    Link,
+    Notice,
+    Put,
+    Refused,
+    Segment,
+    Value,
+    Welcome,
+)
+
+SECRET = bytes(range(SECRET_BYTES))
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    one, two = socket.socketpair()
+    one.settimeout(10)
+    two.settimeout(10)
+    with one, two:
+        yield one, two
+
+
+def memfd(content: bytes) -> int:
+    fd = os.memfd_create("paceline-test")
+    os.write(fd, content)
+    return fd
+
+
+def content_of(fd: int) -> bytes:
+    return os.pread(fd, 100, 0)
+
+
+MESSAGES = [
+    Hello(3, 4321),
+    Welcome(8),
+    Segment("term-1/meet", 1 << 40),
+    Granted(5),
+    Put("store", "29500"),
+    Get("store"),
+    Value("größe\n"),
+    Failed("boom", "Traceback…", 2, True),
+    Notice(""),
+    Done(),
+    Refused("no"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_come_back_as_they_were(pair: Pair, message: Any) -> None:
+    control.send(pair[0], message)
+    back, fds = control.receive(pair[1])
+    assert back == message and type(back) is type(message) and fds == []
+
+
+def test_messages_in_a_row_stay_apart(pair: Pair) -> None:
+    for message in MESSAGES:
+        control.send(pair[0], message)
+    assert [control.receive(pair[1])[0] for _ in MESSAGES] == MESSAGES
+
+
+def test_a_long_message_arrives_whole(pair: Pair) -> None:
+    message = Failed("x" * 2_000_000, "y", 1, False)
+    sender = threading.Thread(target=control.send, args=(pair[0], message))
+    sender.start()
+    assert control.receive(pair[1])[0] == message
+    sender.join()
+
+
+def test_a_message_that_comes_byte_by_byte_is_put_together(pair: Pair) -> None:
+    control.send(pair[0], Put("key", "value"))
+    raw = pair[1].recv(1000)
+
+    def trickle() -> None:
+        for byte in raw:
+            pair[0].sendall(bytes([byte]))
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    assert control.receive(pair[1])[0] == Put("key", "value")
+    sender.join()
+
+
+def test_descriptors_travel_with_their_message(pair: Pair) -> None:
+    fds = [memfd(content) for content in (b"board", b"one", b"two")]
+    control.send(pair[0], Welcome(2), (fds[0],))
+    control.send(pair[0], Done())
+    control.send(pair[0], Granted(9), (fds[1], fds[2]))
+    inodes = [os.fstat(fd).st_ino for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    got = [control.receive(pair[1]) for _ in range(3)]
+    assert [message for message, _ in got] == [Welcome(2), Done(), Granted(9)]
+    arrived = [received for _, received in got]
+    assert [len(received) for received in arrived] == [1, 0, 2]
+    flat = [fd for received in arrived for fd in received]
+    assert [content_of(fd) for fd in flat] == [b"board", b"one", b"two"]
+    assert [os.fstat(fd).st_ino for fd in flat] == inodes
+    assert not any(os.get_inheritable(fd) for fd in flat)
+    for fd in flat:
+        os.close(fd)
+
+
+# nonsense
+
+
+def test_the_other_sides_end_is_an_error_that_says_so(pair: Pair) -> None:
+    pair[0].close()
+    with pytest.raises(ConnectionClosed, match="closed the connection"):
+        control.receive(pair[1])
+
+
+def test_an_end_in_the_middle_of_a_message_too(pair: Pair) -> None:
+    pair[0].sendall(struct.pack("<I", 100) + b"half")
+    pair[0].close()
+    with pytest.raises(ConnectionClosed):
+        control.receive(pair[1])
+
+
+@pytest.mark.parametrize("length", [(16 << 20) + 1, 0xFFFFFFFF])
+def test_an_oversized_length_is_refused_before_anything_is_read(pair: Pair, length: int) -> None:
+    pair[0].sendall(struct.pack("<I", length))
+    with pytest.raises(ConnectionClosed, match=f"a message of {length} bytes is over the limit"):
+        control.receive(pair[1])
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_a_value_error_never_something_else(raw: bytes) -> None:
+    """The agent drops a connection on OSError and ValueError; anything else would end the agent."""
+    one, two = socket.socketpair()
+    with one, two:
+        one.sendall(struct.pack("<I", len(raw)) + raw)
+        with pytest.raises(ValueError):
+            control.receive(two)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x81\xa4type\xa5Stuff",  # an unknown kind
+        b"\x81\xa4type\xa5Hello",  # fields are missing
+        b"\x83\xa4type\xa5Hello\xa6worker\xa1x\xa3pid\x01",  # a worker that is no number
+        b"\xc1",
+        b"",
+    ],
+)
+def test_messages_of_another_form_are_refused(pair: Pair, raw: bytes) -> None:
+    pair[0].sendall(struct.pack("<I", len(raw)) + raw)
+    with pytest.raises(ValueError):
+        control.receive(pair[1])
+
+
+@pytest.mark.parametrize(
+    "raw", [struct.pack("<I", 3) + b"\xc1\xc1\xc1", struct.pack("<I", 0xFFFFFFFF)], ids=["garbage", "oversized"]
+)
+def test_descriptors_beside_nonsense_are_closed(pair: Pair, raw: bytes) -> None:
+    """Else whoever sends it fills the agent's table of descriptors. The leak fixture counts them."""
+    fd = memfd(b"unwanted")
+    try:
+        socket.send_fds(pair[0], [raw], [fd])
+    finally:
+        os.close(fd)
+    with pytest.raises((ValueError, OSError)):
+        control.receive(pair[1])
+
+
+# who may speak
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, socket.socket]]:
+    address = f"paceline-test-{secrets.token_hex(8)}"
+    listening = control.listen(address)
+    listening.settimeout(10)
+    with listening:
+        yield address, listening
+
+
+def admitted(listening: socket.socket, wait_s: float = 10) -> bool:
+    sock, _ = listening.accept()
+    with sock:
+        sock.settimeout(wait_s)
+        return control.admit(sock, SECRET)
+
+
+def test_the_secret_opens_the_door(server: tuple[str, socket.socket]) -> None:
+    link = Link(server[0], SECRET)
+    assert admitted(server[1])
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "given_secret",
+    [bytes(SECRET_BYTES), SECRET[:-1] + b"\x00", SECRET[::-1]],
+    ids=["zeros", "one byte off", "reversed"],
+)
+def test_a_wrong_secret_does_not(server: tuple[str, socket.socket], given_secret: bytes) -> None:
+    link = Link(server[0], given_secret)
+    assert not admitted(server[1])
+    link.close()
+
+
+@pytest.mark.parametrize("given_secret", [b"", SECRET[:10]], ids=["none", "short"])
+def test_half_a_secret_does_not(server: tuple[str, socket.socket], given_secret: bytes) -> None:
+    link = Link(server[0], given_secret)
+    assert not admitted(server[1], wait_s=0.05), "a silent visitor is given up"
+    link.close()
+    link = Link(server[0], given_secret)
+    link.close()
+    assert not admitted(server[1]), "one that leaves too"
+
+
+def test_descriptors_beside_the_secret_are_closed(server: tuple[str, socket.socket]) -> None:
+    fd = memfd(b"unwanted")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.connect("\0" + server[0])
+        socket.send_fds(visitor, [bytes(SECRET_BYTES)], [fd])
+        os.close(fd)
+        assert not admitted(server[1])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_refused_even_with_the_secret(server: tuple[str, socket.socket]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+                visitor.connect("\0" + server[0])
+                visitor.sendall(SECRET)
+                visitor.settimeout(10)
+                visitor.recv(1)
+        finally:
+            os._exit(0)
+    assert not admitted(server[1])
+    os.waitpid(pid, 0)
+
+
+def test_two_runs_never_collide_and_leave_no_file(server: tuple[str, socket.socket]) -> None:
+    with pytest.raises(OSError, match="in use"):
+        control.listen(server[0])
+    assert not os.path.exists(server[0])
+
+
+# the worker's side
+
+
+def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
+    def agent() -> None:
+        sock, _ = server[1].accept()
+        with sock:
+            assert control.admit(sock, SECRET)
+            message, _ = control.receive(sock)
+            fd = memfd(b"board")
+            control.send(sock, Welcome(message.worker + 1), (fd,))
+            os.close(fd)
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    link = Link(server[0], SECRET)
+    answer, fds = link.ask(Hello(6, os.getpid()))
+    thread.join()
+    assert answer == Welcome(7)
+    assert [content_of(fd) for fd in fds] == [b"board"]
+    os.close(fds[0])
+    with pytest.raises(OSError):
+        link.ask(Done())
+    link.tell(Notice("to nobody"))  # an agent that died must not end the training
+    link.close()
+
+
+def test_there_is_no_link_without_an_agent() -> None:
+    with pytest.raises(OSError):
+        Link("paceline-test-nobody-listens", SECRET)

@@ -1,0 +1,563 @@
+"""From a user's DataLoader to shares: the same samples whatever the loader, its processes, and who asks."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from paceline.data.loader import (
+    Feed,
+    MapFeed,
+    StreamFeed,
+    TensorFeed,
+    adopt,
+    adopted,
+    build_feed,
+    leading_size,
+    place,
+    strided,
+)
+from paceline.data.partition import Split
+from paceline.errors import UsageError
+
+EVEN, ROWS = Split(), Split("rows")
+CPU = torch.device("cpu")
+Steps = list[list[Any]]
+
+
+def steps_of(feed: Feed, slots: range, epoch: int = 0, first: int = 0, steps: int | None = None) -> Steps:
+    """What a worker that carries these slots gets, from a step on."""
+    feed.start(epoch, first, slots)
+    last = steps if steps is not None else feed.steps
+    assert last is not None
+    got = [[feed.share(epoch, step, slot) for slot in slots] for step in range(first, last)]
+    feed.stop()
+    return got
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, so that nested shares can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+class Augmented(Dataset[Any]):
+    """Each sample draws from every global generator, as augmentation does."""
+
+    def __init__(self, n: int = 24) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index), torch.rand(()).item(), random.random(), float(np.random.random())]), index
+
+
+class Many(Augmented):
+    """Fetches a whole list of samples in one call."""
+
+    asked: list[list[int]] | None = None
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if self.asked is not None:
+            self.asked.append(list(indices))
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[Any]):
+    """So many samples; each draws from torch's generator."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (torch.tensor([float(k), torch.rand(()).item()]) for k in range(self.n))
+
+
+# map-style data sets
+
+
+def own_collate(samples: list[Any]) -> Any:
+    """The default one, but not by identity: loaders that use it take the general path."""
+    return default_collate(samples)
+
+
+def numbers(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(n * 3.0).view(n, 3), torch.arange(n))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("split", [EVEN, ROWS, Split.parse("1,2,1,4", 4)], ids=["even", "rows", "proportion"])
+def test_the_fast_path_for_tensors_equals_the_general_one(shuffle: bool, drop_last: bool, split: Split) -> None:
+    def loader(**more: Any) -> DataLoader[Any]:
+        return DataLoader(numbers(45), batch_size=8, shuffle=shuffle, drop_last=drop_last, **more)
+
+    fast = build_feed(loader(), 4, split, 3)
+    general = build_feed(loader(collate_fn=own_collate), 4, split, 3)
+    assert type(fast) is TensorFeed and type(general) is MapFeed
+    assert fast.steps == general.steps and fast.batch == general.batch == 8
+    for epoch in (0, 1):
+        one, two = (steps_of(feed, range(4), epoch) for feed in (fast, general))
+        assert plain(one) == plain(two)
+        assert all(type(share) is list for step in one for share in step if share is not None)
+        for step in range(fast.steps or 0):
+            held = [0 if share is None else len(share[1]) for share in one[step]]
+            assert fast.sizes(epoch, step) == general.sizes(epoch, step) == held
+    if not drop_last:
+        assert sorted(x for step in plain(one) for share in step if share for x in share[1]) == list(range(45))
+    assert plain(fast.stand_in(0, 0)) == plain(general.stand_in(0, 0))
+
+
+def test_one_worker_with_all_slots_gets_what_several_get_together() -> None:
+    feed = build_feed(DataLoader(Augmented(), batch_size=10, shuffle=True), 4, EVEN, 3)
+    whole = plain(steps_of(feed, range(4), epoch=2))
+    parts = [plain(steps_of(feed, slots, epoch=2)) for slots in (range(1), range(1, 3), range(3, 4))]
+    assert [[*a, *b, *c] for a, b, c in zip(*parts, strict=True)] == whole
+
+
+def test_a_later_start_gives_the_rest_of_the_same_epoch() -> None:
+    feed = build_feed(DataLoader(Augmented(), batch_size=5, shuffle=True), 2, EVEN, 3)
+    whole = plain(steps_of(feed, range(2), epoch=1))
+    assert plain(steps_of(feed, range(2), epoch=1, first=3)) == whole[3:]
+
+
+@pytest.mark.parametrize("dataset", [Augmented, Many], ids=["getitem", "getitems"])
+def test_loader_processes_change_nothing_not_even_random_augmentation(dataset: type[Augmented]) -> None:
+    got = []
+    for workers in (0, 2):
+        torch.manual_seed(workers), random.seed(workers), np.random.seed(workers)
+        feed = build_feed(DataLoader(dataset(), batch_size=7, shuffle=True, num_workers=workers), 3, EVEN, 9)
+        got.append([plain(steps_of(feed, range(3), epoch)) for epoch in (0, 1)])
+        del feed
+    assert got[0] == got[1]
+    drawn = [row for step in got[0][0] for share in step if share for row in share[0]]
+    assert sorted(row[0] for row in drawn) == list(range(24))
+    for column in (1, 2, 3):
+        assert len({row[column] for row in drawn}) == 24, "every sample draws its own numbers"
+    again = {row[0]: row[1:] for step in got[0][1] for share in step if share for row in share[0]}
+    assert all(again[row[0]] != row[1:] for row in drawn), "another epoch augments differently"
+
+
+def test_augmentation_depends_on_the_sample_not_on_its_batch() -> None:
+    rows: list[dict[float, list[float]]] = []
+    for batch, slots in ((7, 3), (4, 2)):
+        feed = build_feed(DataLoader(Augmented(), batch_size=batch, shuffle=True), slots, EVEN, 9)
+        steps = plain(steps_of(feed, range(slots)))
+        rows.append({row[0]: row[1:] for step in steps for share in step if share for row in share[0]})
+    assert rows[0] == rows[1]
+
+
+def test_persistent_loader_processes_serve_several_epochs_and_positions() -> None:
+    loader = DataLoader(Augmented(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True)
+    feed = build_feed(loader, 2, EVEN, 9)
+    other = build_feed(DataLoader(Augmented(), batch_size=6, shuffle=True), 2, EVEN, 9)
+    for epoch, first in ((0, 0), (1, 2), (0, 1)):
+        assert plain(steps_of(feed, range(2), epoch, first)) == plain(steps_of(other, range(2), epoch, first))
+
+
+def test_leaving_in_the_middle_ends_the_loader_processes() -> None:
+    feed = build_feed(DataLoader(Augmented(), batch_size=4, num_workers=2), 2, EVEN, 9)
+    feed.start(0, 0, range(2))
+    assert feed.share(0, 0, 0) is not None
+    feed.stop()  # the leak fixture sees to the rest, while the feed is still there
+    assert feed.share(0, 0, 1) is None
+
+
+def test_a_list_of_samples_is_fetched_in_one_call_a_share() -> None:
+    dataset = Many(10)
+    dataset.asked = []
+    feed = build_feed(DataLoader(dataset, batch_size=5), 2, EVEN, 0)
+    steps_of(feed, range(2))
+    assert dataset.asked == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
+
+
+def test_a_subset_is_a_data_set_like_another() -> None:
+    loader = DataLoader(Subset(Augmented(), [3, 5, 7, 9, 11]), batch_size=4, collate_fn=lambda batch: batch)
+    feed = build_feed(loader, 2, EVEN, 0)
+    assert [[y for _, y in share] for step in steps_of(feed, range(2)) for share in step if share] == [
+        [3, 5],
+        [7, 9],
+        [11],
+    ]
+
+
+def test_a_custom_collate_function_sees_a_share() -> None:
+    seen: list[int] = []
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        seen.append(len(samples))
+        return {"ids": [y for _, y in samples], "noise": random.random()}
+
+    feed = build_feed(DataLoader(Augmented(10), batch_size=6, collate_fn=collate), 4, EVEN, 1)
+    steps = steps_of(feed, range(4))
+    assert [[share["ids"] for share in step if share] for step in steps] == [
+        [[0, 1], [2, 3], [4], [5]],
+        [[6], [7], [8], [9]],
+    ]
+    assert seen == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert plain(steps_of(feed, range(4))) == plain(steps), "what collate draws is repeatable too"
+
+
+def test_a_last_batch_smaller_than_the_slots_leaves_some_without() -> None:
+    feed = build_feed(DataLoader(Augmented(10), batch_size=8, collate_fn=lambda s: [y for _, y in s]), 4, EVEN, 1)
+    assert steps_of(feed, range(4))[1] == [[8], [9], None, None]
+    assert steps_of(feed, range(2, 4)) == [[[4, 5], [6, 7]], [None, None]]
+    assert feed.stand_in(0, 1) == [8]
+
+
+@pytest.mark.parametrize("make", [numbers, Augmented], ids=["tensors", "general"])
+def test_there_is_a_stand_in_wherever_a_slot_has_nothing(make: Any) -> None:
+    """Rows: 6 samples, 2 slots, a batch of 3. Slot 0 takes two a step and is done first; slot 1 has one left."""
+    feed = build_feed(DataLoader(make(6), batch_size=3), 2, ROWS, 0)
+    assert feed.steps == 3 and feed.sizes(0, 2) == [0, 1]
+    share = feed.stand_in(0, 2)
+    assert share[1].tolist() == [5]
+
+
+def test_a_users_sampler_decides_the_order() -> None:
+    class Backwards:
+        def __len__(self) -> int:
+            return 9
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(8, -1, -1)
+
+    feed = build_feed(DataLoader(numbers(9), batch_size=4, sampler=Backwards()), 2, EVEN, 0)
+    assert plain([[s[1] for s in step if s] for step in steps_of(feed, range(2))]) == [
+        [[8, 7], [6, 5]],
+        [[4, 3], [2, 1]],
+        [[0]],
+    ]
+
+
+def test_a_random_users_sampler_is_the_same_on_every_worker() -> None:
+    def drawn(epoch: int, slots: range) -> Any:
+        torch.manual_seed(random.SystemRandom().randrange(1000))
+        sampler = WeightedRandomSampler(torch.rand(20, generator=torch.Generator().manual_seed(1)), 12)
+        feed = build_feed(DataLoader(numbers(20), batch_size=6, sampler=sampler), 2, EVEN, 5)
+        return plain(steps_of(feed, slots, epoch))
+
+    whole = drawn(1, range(2))
+    assert [step[:1] for step in whole] == drawn(1, range(1))
+    assert whole != drawn(2, range(2))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler([1.0] * 20, 12),
+        RandomSampler(range(20), replacement=True, num_samples=12),
+        [3, 1, 2],
+    ],
+    ids=["weighted", "replacement", "list"],
+)
+def test_a_users_sampler_is_not_silently_dropped_by_rows(sampler: Any) -> None:
+    """Rows cut the data set itself: a sampler that means something else cannot be followed."""
+    with pytest.raises(UsageError, match="sampler"):
+        build_feed(DataLoader(numbers(20), batch_size=4, sampler=sampler), 2, ROWS, 5)
+
+
+def test_a_sampler_without_a_length_is_told_what_to_do() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(9)
+
+    with pytest.raises(UsageError, match="__len__"):
+        build_feed(DataLoader(numbers(9), batch_size=4, sampler=Endless()), 2, EVEN, 0)
+
+
+def test_a_batch_sampler_decides_the_batches() -> None:
+    batches = [[5, 1], [2, 3, 4, 0], [6]]
+    feed = build_feed(DataLoader(numbers(9), batch_sampler=batches), 2, EVEN, 0)
+    assert type(feed) is MapFeed and feed.steps == 3
+    assert plain([[s and s[1] for s in step] for step in steps_of(feed, range(2))]) == [
+        [[5], [1]],
+        [[2, 3], [4, 0]],
+        [[6], None],
+    ]
+    assert [feed.sizes(0, step) for step in range(3)] == [[1, 1], [2, 2], [1, 0]]
+
+
+def test_a_subclass_of_the_batch_sampler_is_followed() -> None:
+    class Twice(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            for batch in super().__iter__():
+                yield batch + batch
+
+    loader = DataLoader(numbers(4), batch_sampler=Twice(SequentialSampler(range(4)), 2, False))
+    feed = build_feed(loader, 2, EVEN, 0)
+    assert plain([[s[1] for s in step] for step in steps_of(feed, range(2))]) == [[[0, 1], [0, 1]], [[2, 3], [2, 3]]]
+
+
+def test_batches_whose_number_changes_with_the_epoch_are_all_trained() -> None:
+    class Growing:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 2 + self.epoch
+
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([2 * k, 2 * k + 1] for k in range(len(self)))
+
+    feed = build_feed(DataLoader(numbers(20), batch_sampler=Growing()), 2, EVEN, 0)
+    for epoch in (0, 1, 3):
+        feed.start(epoch, 0, range(2))
+        assert feed.steps == 2 + epoch, "the steps of the epoch that has been started"
+        feed.stop()
+
+
+def test_without_automatic_batching_an_item_is_a_share() -> None:
+    feed = build_feed(DataLoader(Augmented(5), batch_size=None, shuffle=True), 2, EVEN, 4)
+    assert feed.steps == 3 and feed.batch is None
+    assert [feed.sizes(0, step) for step in range(3)] == [[1, 1], [1, 1], [1, 0]]
+    steps = steps_of(feed, range(2))
+    assert steps[2][1] is None
+    assert sorted(share[1] for step in steps for share in step if share) == list(range(5))
+    assert plain(steps_of(feed, range(1, 2))) == plain([step[1:] for step in steps])
+    item = feed.stand_in(0, 2)
+    assert item[1] == steps[2][0][1] and item[0].shape == (4,)
+
+
+# streams
+
+
+def stream(n: int, batch: int | None, slots: int, **more: Any) -> StreamFeed:
+    feed = build_feed(DataLoader(Stream(n), batch_size=batch, **more), slots, EVEN, 6)
+    assert isinstance(feed, StreamFeed)
+    return feed
+
+
+def test_items_of_a_stream_are_dealt_to_the_slots_in_turn() -> None:
+    feed = stream(11, 2, 3)
+    assert feed.steps is None and feed.batch is None
+    feed.start(0, 0, range(3))
+    got = []
+    for step in range(3):
+        sizes = feed.sizes(0, step)
+        shares = [feed.share(0, step, slot) for slot in range(3)]
+        got.append((sizes, [None if s is None else s[:, 0].tolist() for s in shares]))
+    feed.stop()
+    assert got == [
+        ([2, 2, 2], [[0, 1], [2, 3], [4, 5]]),
+        ([2, 2, 1], [[6, 7], [8, 9], [10]]),
+        ([0, 0, 0], [None, None, None]),
+    ]
+
+
+def test_a_partial_last_step_of_a_stream_has_a_stand_in() -> None:
+    feed = stream(4, None, 3)
+    feed.start(0, 0, range(3))
+    assert feed.sizes(0, 1) is not None
+    assert [s is None for s in (feed.share(0, 1, slot) for slot in range(3))] == [False, True, True]
+    assert feed.stand_in(0, 1)[0] == 3
+    feed.stop()
+
+
+def test_a_stream_can_be_entered_later_and_draws_the_same() -> None:
+    whole = plain(steps_of(stream(10, 1, 2), range(2), epoch=1, steps=5))
+    assert plain(steps_of(stream(10, 1, 2), range(2), epoch=1, first=3, steps=5)) == whole[3:]
+    assert plain(steps_of(stream(10, 1, 2), range(1, 2), epoch=1, steps=5)) == [step[1:] for step in whole]
+    other = plain(steps_of(stream(10, 1, 2), range(2), epoch=2, steps=5))
+    assert [s[0][0] for step in other for s in step] == [s[0][0] for step in whole for s in step]
+    assert other != whole, "another epoch, other random numbers"
+
+
+def test_a_stream_through_loader_processes_ends_in_the_middle_of_a_step() -> None:
+    feed = stream(3, 1, 4, num_workers=1)
+    feed.start(0, 0, range(4))
+    assert feed.sizes(0, 0) == [1, 1, 1, 0]
+    assert feed.sizes(0, 1) == [0, 0, 0, 0]
+    feed.stop()
+
+
+# refusals
+
+
+def test_something_else_than_a_loader_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"given a list as loader; give a torch DataLoader"):
+        build_feed([1, 2, 3], 2, EVEN, 0)
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(UsageError, match="the data set TensorDataset is empty"):
+        build_feed(DataLoader(numbers(0), batch_size=4), 2, EVEN, 0)
+
+
+def test_a_data_set_without_a_length_is_refused() -> None:
+    class Endless(Dataset[Any]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    loader = DataLoader(Endless(), batch_size=4, sampler=[1, 2, 3])
+    with pytest.raises(UsageError, match=r"Endless has no length: give it __len__"):
+        build_feed(loader, 2, EVEN, 0)
+
+
+def test_a_batch_smaller_than_the_slots_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"batch of 3 is smaller than the 4 slots.*batch_size to 4.*--slots 3"):
+        build_feed(DataLoader(numbers(20), batch_size=3), 4, EVEN, 0)
+    with pytest.raises(UsageError, match="at least the 4 slots; it is 3"):
+        build_feed(DataLoader(numbers(20), batch_size=3), 4, ROWS, 0)
+
+
+@pytest.mark.parametrize("split", [EVEN, ROWS], ids=["even", "rows"])
+def test_drop_last_that_leaves_nothing_is_refused(split: Split) -> None:
+    with pytest.raises(UsageError, match=r"drop_last=True with a batch of 8 leaves no step .* 7 samples"):
+        build_feed(DataLoader(numbers(7), batch_size=8, drop_last=True), 2, split, 0)
+
+
+# adoption
+
+
+class Own(DataLoader[Any]):
+    """A subclass with something of its own."""
+
+    def hello(self) -> str:
+        return f"hello from {self.mood}"
+
+
+def test_an_adopted_loader_is_the_same_object_seen_through_the_run() -> None:
+    loader = Own(numbers(10), batch_size=4, num_workers=0)
+    loader.mood = "the user"
+    alias, dataset = loader, loader.dataset
+    assert not adopted(loader)
+    adopt(loader, lambda: iter(["a", "b"]), lambda: 2)
+    assert adopted(loader)
+    assert alias is loader and isinstance(loader, Own) and isinstance(loader, DataLoader)
+    assert type(loader).__name__ == "Own" and type(loader).__module__ == __name__
+    assert loader.dataset is dataset and loader.batch_size == 4 and loader.hello() == "hello from the user"
+    assert list(loader) == ["a", "b"] and len(loader) == 2
+    assert len(Own(numbers(10), batch_size=4)) == 3, "other loaders of the class are not touched"
+    loader.mood = "changed"
+    assert loader.hello() == "hello from changed"
+
+
+def test_two_adopted_loaders_do_not_share_a_view() -> None:
+    one, two = DataLoader(numbers(4)), DataLoader(numbers(4))
+    adopt(one, lambda: iter([1]), lambda: 1)
+    adopt(two, lambda: iter([2, 2]), lambda: 2)
+    assert (list(one), len(one), list(two), len(two)) == ([1], 1, [2, 2], 2)
+
+
+def test_a_feed_outlives_the_adoption_of_its_loader() -> None:
+    loader = Own(Augmented(6), batch_size=4)
+    feed = build_feed(loader, 2, EVEN, 0)
+    adopt(loader, lambda: iter([]), lambda: 0)
+    assert [[len(s[1]) if s else 0 for s in step] for step in steps_of(feed, range(2))] == [[2, 2], [1, 1]]
+
+
+# batches on the device
+
+
+def test_place_aligns_every_tensor_to_64_bytes() -> None:
+    base = torch.arange(200.0)
+    assert base.data_ptr() % 64 == 0
+    odd = base[3:40]
+    assert odd.data_ptr() % 64
+    pair = namedtuple("pair", "x y")
+    value = {"a": [odd, base[1:2]], "b": (odd, "text", 7, None), "c": pair(odd, odd.view(1, 37).t())}
+    placed = place(value, CPU)
+    flat = [*placed["a"], placed["b"][0], *placed["c"]]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in flat)
+    assert torch.equal(placed["a"][0], odd) and torch.equal(placed["c"].y, odd.view(1, 37).t())
+    assert placed["b"][1:] == ("text", 7, None)
+    assert type(placed["c"]) is pair and type(placed["b"]) is tuple and type(placed["a"]) is list
+
+
+def test_place_does_not_copy_what_is_aligned() -> None:
+    base = torch.arange(64.0)
+    assert place([base], CPU)[0] is base
+    assert place(torch.empty(0), CPU).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [OrderedDict(x=torch.ones(2)), defaultdict(list, x=torch.ones(2))],
+    ids=lambda value: type(value).__name__,
+)
+def test_place_keeps_kinds_of_dicts(value: Any) -> None:
+    placed = place(value, CPU)
+    assert type(placed) is type(value) and plain(dict(placed)) == plain(dict(value))
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(5, 2), 5),
+        (torch.tensor(3.0), 1),
+        ([torch.zeros(4), torch.zeros(9)], 4),
+        ({"x": torch.zeros(3, 1), "y": torch.zeros(3)}, 3),
+        (({"x": [torch.zeros(6)]},), 6),
+        ("text", 1),
+        ([], 1),
+        ((["a", "b", "c"], torch.zeros(3)), 3),  # default_collate of (text, label) pairs
+        ({"name": ["a", "b"], "x": torch.zeros(2, 4)}, 2),
+    ],
+)
+def test_the_size_of_a_batch_is_its_first_tensors_length(batch: Any, size: int) -> None:
+    assert leading_size(batch) == size
+
+
+# evaluation
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3, 7])
+def test_strides_cover_each_batch_once(stride: int, workers: int) -> None:
+    loader = DataLoader(numbers(11), batch_size=3, num_workers=workers)
+    whole = [plain(batch) for batch in DataLoader(numbers(11), batch_size=3)]
+    got = {}
+    for first in range(stride if not workers else min(stride, 2)):
+        mine = list(strided(loader, first, stride))
+        assert [number for number, _ in mine] == list(range(first, 4, stride))
+        got.update({number: plain(batch) for number, batch in mine})
+    assert all(whole[number] == batch for number, batch in got.items())
+    if not workers:
+        assert sorted(got) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_strides_over_streams_items_and_given_batches(first: int) -> None:
+    want = list(range(first, 5, 2))
+    streamed = list(strided(DataLoader(Stream(9), batch_size=2), first, 2))
+    assert [(n, b[:, 0].tolist()) for n, b in streamed] == [(n, list(range(2 * n, min(2 * n + 2, 9)))) for n in want]
+    items = list(strided(DataLoader(numbers(5), batch_size=None), first, 2))
+    assert [(n, int(item[1])) for n, item in items] == [(n, n) for n in want]
+    given = list(strided(DataLoader(numbers(5), batch_sampler=[[k, 4 - k] for k in range(5)]), first, 2))
+    assert [(n, b[1].tolist()) for n, b in given] == [(n, [n, 4 - n]) for n in want]
+
+
+def test_strides_see_through_an_adopted_loader_and_leave_it_as_it_is() -> None:
+    loader = DataLoader(numbers(6), batch_size=2)
+    adopt(loader, lambda: iter(["the run's"]), lambda: 1)
+    assert [number for number, _ in strided(loader, 0, 1)] == [0, 1, 2]
+    assert list(loader) == ["the run's"]
+    assert type(loader.batch_sampler) is BatchSampler
