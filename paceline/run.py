@@ -180,7 +180,7 @@ class Run:
         if feed.batch is None:
             return f"one item a slot, {slots} slots a step"
         sizes = sorted({last - first for first, last in split.cut(feed.batch, slots)}, reverse=True)
-        return f"batch {feed.batch} = {slots} slots × {' or '.join(map(str, sizes))}"
+        return f"batch {feed.batch} = {slots} slot{'s' * (slots != 1)} × {' or '.join(map(str, sizes))}"
 
     def _share_weights(self) -> None:
         """Everyone starts from worker 0's weights; say so if they differed."""
@@ -298,6 +298,9 @@ class Run:
         self._stepper.stop_code = self._stop_code
         self._stepper.settings_digest = self._replica.digest_of_settings if self.peers.size > 1 else int
         self._stepper.committed = self._after_commit
+        if self._stepper.flat_allowed and self.peers.size > 1:
+            for model in self._replica.models:
+                model.register_forward_pre_hook(self._stepper.before_forward)
         self._attached = True
         self._warn_of_schedulers()
 

@@ -62,19 +62,20 @@ class Batch:
     def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
         self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
         self.sizes = feed.sizes(epoch, number)
-        self.loaded: tuple[int, Any] | None = None
+        self.loaded: dict[int, Any] = {}
+        """This worker's shares so far: a second reduce point in the step sees the same ones."""
         self.drawn = 0
         """Samples drawn from it by this worker so far."""
 
     def share(self, slot: int) -> Any:
-        """The slot's share on the device; None if it has no sample. The last one is kept."""
-        if self.loaded is None or self.loaded[0] != slot:
+        """The slot's share on the device; None if it has no sample."""
+        if slot not in self.loaded:
             value = self.feed.share(self.epoch, self.number, slot)
             if value is not None:
                 self.drawn += self.sizes[slot] if self.sizes is not None else leading_size(value)
                 value = place(value, self._stepper.device)
-            self.loaded = (slot, value)
-        return self.loaded[1]
+            self.loaded[slot] = value
+        return self.loaded[slot]
 
     def offered(self) -> Any:
         """What the script's loop variable gets where this worker carries one slot.
@@ -132,6 +133,7 @@ class Stepper:
         """Within the body of run.slots()."""
         self.left_early: str | None = None
         self.split = TimeSplit()
+        self._flat_unseeded = False
         self._draws = 0
         self._mark = 0.0
         self.stop_code: Callable[[], int] = lambda: 0
@@ -147,9 +149,9 @@ class Stepper:
         self.batch, self.call, self._draws, self.active = batch, 0, 0, True
         self._strategy.begin_step()
         if self.flat_allowed:
-            self._begin_flat_share(self.mine[0])
-        else:
-            self._seed_outside()
+            self._strategy.weigh(self._flat_weight(self.mine[0]))
+            self._flat_unseeded = self.workers > 1
+        self._seed_outside()
         self._row.enter(Phase.COMPUTE)
         self._mark = time.perf_counter()
 
@@ -166,7 +168,7 @@ class Stepper:
 
     def _count_step(self) -> None:
         if self.alone:
-            self.samples += self.batch.drawn if self.batch else 1
+            self.samples += self.batch.drawn if self.batch else max(1, self._draws)
         self.step += 1
         self._row.progress(self.step, self.epoch, self.samples)
 
@@ -303,14 +305,17 @@ class Stepper:
 
     # flat loops
 
-    def _begin_flat_share(self, slot: int) -> None:
-        """What the script computes now is its share, if it has no inner loop."""
-        set_seed(mix(self._seed, _IN_SHARE, self.step, 0, slot), self.device)
-        weight = 1.0
-        if self.batch is not None:
-            share = self.batch.share(slot)
-            weight = 0.0 if share is None else self.batch.weight(slot, share)
-        self._strategy.weigh(weight)
+    def _flat_weight(self, slot: int) -> float:
+        if self.batch is None:
+            return 1.0
+        share = self.batch.share(slot)
+        return 0.0 if share is None else self.batch.weight(slot, share)
+
+    def before_forward(self, module: Any, arguments: Any) -> None:
+        """In a flat loop a share begins with the first forward: from here on draws differ by slot."""
+        if self._flat_unseeded and self.active and not self.inside and torch.is_grad_enabled():
+            self._flat_unseeded = False
+            set_seed(mix(self._seed, _IN_SHARE, self.step, 0, self.mine[0]), self.device)
 
     def _flat_begins(self) -> bool:
         """A backward has started outside run.slots(): is it this step's?"""

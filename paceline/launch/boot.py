@@ -102,10 +102,10 @@ def _after_exit(error: SystemExit) -> int:
             return _finish()
         except BaseException as late:  # noqa: BLE001
             return _report(late)
-    text = f"the script called sys.exit({code!r})"
+    said = str(code) if not isinstance(code, int) else f"the script called sys.exit({code})"
     sys.stdout.flush()
-    _tell(Failed(text, _frames(error, error.__traceback__), number, follows=False))
-    sys.stderr.write(f"{text}\n")
+    _tell(Failed(said, "", number, follows=False))
+    sys.stderr.write(f"{said}\n")
     return number
 
 

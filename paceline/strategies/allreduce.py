@@ -8,6 +8,8 @@ step's first values, and the buffer moves by the weighted mean of the shares' mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,10 @@ class AllReduce:
         self._flat_finish: Callable[[], None] | None = None
         self._overlap: Overlap | None = None
         self._weight = 1.0
+        self._kept: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._old: dict[int, torch.Tensor] = {}
+        self._zeroes_inside: dict[int, bool] = {}
+        self._call = self._last_leaf = 0
         self._build()
 
     def _build(self) -> None:
@@ -43,7 +49,7 @@ class AllReduce:
         self._start = [torch.empty_like(buffer) for buffer in replica.buffers]
         self._overlap = None
         if self._peers.size > 1 or self._scaled:
-            self._overlap = Overlap(replica.params, self._reducer, self._flat_backward_starts)
+            self._overlap = Overlap(replica.params, self._reducer, self._grad_of, self._flat_backward_starts)
 
     # the shares of a point
 
@@ -62,20 +68,40 @@ class AllReduce:
             return
         plan = Plan.of(point.leaves, self._peers.size)
         self._reducer.open(plan, 8)
-        self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._call, self._last_leaf = point.call, plan.ranges[self._peers.rank][1] - 1
+        self._kept = {}
         if not flat:
             self._set_aside(self._views(point.call))
         if self._overlap is not None:
             self._overlap.open(point.call)
 
     def _set_aside(self, own: list[torch.Tensor]) -> None:
-        """Shares start from None; what the script had accumulated before is added at the end."""
-        for param, view in zip(self._replica.params, own, strict=False):
+        """Shares start from None; what the script had accumulated before is added at the end.
+
+        Unless the script calls zero_grad() inside its loop: then it finds the old gradient still there,
+        and what it removes stays removed.
+        """
+        for index, (param, view) in enumerate(zip(self._replica.params, own, strict=False)):
             if param.grad is not None:
-                self._kept.append((param, param.grad.clone() if param.grad is view else param.grad))
-                param.grad = None
+                old = param.grad.clone() if param.grad is view else param.grad
+                param.grad = old
+                self._kept[index] = (old, param.register_hook(partial(self._first_touch, index)))
         if self._start:
             torch._foreach_copy_(self._start, self._replica.buffers)
+
+    def _first_touch(self, index: int, grad: torch.Tensor) -> None:
+        """Just before a share's gradient is added to a parameter that had one already."""
+        self._settle(index)
+
+    def _settle(self, index: int) -> None:
+        """Tell a gradient that was kept from one that the script removed; the share starts from None."""
+        old, hook = self._kept[index]
+        hook.remove()
+        param = self._replica.params[index]
+        if param.grad is old:
+            param.grad = None
+            self._old[index] = old
+        del self._kept[index]
 
     def weigh(self, weight: float) -> None:
         self._weight = weight
@@ -86,6 +112,8 @@ class AllReduce:
         if self._single:
             return
         replica = self._replica
+        if self._kept and (self._weight or leaf == self._last_leaf):
+            self._settle_rest(ran=bool(self._weight))
         grads: list[torch.Tensor | None] = [param.grad if self._weight else None for param in replica.params]
         with torch.no_grad():
             if self._start:
@@ -96,6 +124,20 @@ class AllReduce:
             param.grad = None
         if self._overlap is not None:
             self._overlap.share_done()
+
+    def _settle_rest(self, ran: bool) -> None:
+        """After the first share that ran: what it left untouched. A worker without any sample of this
+        step ran none, and does what it did at this point before."""
+        for index in list(self._kept):
+            if not ran and self._zeroes_inside.get(self._call, False):
+                self._replica.params[index].grad = None
+            self._settle(index)
+        if ran:
+            self._zeroes_inside[self._call] = not self._old
+
+    def _grad_of(self, index: int) -> torch.Tensor | None:
+        """A share's gradient; an older one that no backward has touched yet is not it."""
+        return None if index in self._kept else self._replica.params[index].grad
 
     def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
         if self._single:
@@ -117,9 +159,10 @@ class AllReduce:
             elif present:
                 view = views[index]
                 param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
-        for param, kept in self._kept:
-            param.grad = kept if param.grad is None else param.grad + kept
-        self._kept = []
+        for index, old in self._old.items():
+            param = replica.params[index]
+            param.grad = old if param.grad is None else param.grad + old
+        self._old = {}
         if self._start:
             moves = views[len(replica.params) :]
             total = [start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)]

@@ -19,8 +19,15 @@ from paceline.tensors.reduce import Reducer
 
 
 class Overlap:
-    def __init__(self, params: Sequence[torch.nn.Parameter], reducer: Reducer, outside: Callable[[], bool]) -> None:
-        self._params, self._reducer, self._outside = params, reducer, outside
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        reducer: Reducer,
+        grad_of: Callable[[int], torch.Tensor | None],
+        outside: Callable[[], bool],
+    ) -> None:
+        """`grad_of(index)` is a share's gradient; `outside()` is asked when a hook fires at no point."""
+        self._params, self._reducer, self._grad_of, self._outside = params, reducer, grad_of, outside
         self._learned: dict[int, list[int]] = {}
         self._fires = [0] * len(params)
         self._open, self._call, self._weight = False, 0, 1.0
@@ -71,7 +78,7 @@ class Overlap:
     def _leave(self) -> None:
         while self._next < len(self._waiting) and self._waiting[self._next] == 0:
             with torch.no_grad():
-                if not self._reducer.finish_early(self._next, self._params, self._weight):
+                if not self._reducer.finish_early(self._next, self._grad_of, self._weight):
                     return
             self._next += 1
 

@@ -10,7 +10,7 @@ folded again.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -184,12 +184,14 @@ class Reducer:
             at = self.layout.buckets[bucket]
             self._targets[part][at.flat][at.start : at.stop].copy_(self._parts[part][at.flat][at.start : at.stop])
 
-    def finish_early(self, bucket: int, params: Sequence[torch.nn.Parameter], weight: float) -> bool:
+    def finish_early(
+        self, bucket: int, grad_of: Callable[[int], torch.Tensor | None], weight: float
+    ) -> bool:
         """This bucket's gradients of the last share are complete: let it leave now, if it can."""
         _, part, merges, _ = self._todo[self._at]
         if self._in_bucket[bucket][-1] >= self._count:
             return False  # buffers are final only when the share is
-        grads = [params[index].grad for index in self._in_bucket[bucket]]
+        grads = [grad_of(index) for index in self._in_bucket[bucket]]
         if any(grad is not None and grad.is_sparse for grad in grads):
             return False
         self._finish_bucket(bucket, part, merges, grads, weight)

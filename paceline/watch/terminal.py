@@ -134,10 +134,14 @@ def summary_rows(summary: dict[str, Any], path: str) -> list[tuple[str, str]]:
         ("time", "  ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items()) or "-"),
         (
             "workers",
-            f"{summary.get('workers')} workers, {summary.get('slots')} slots, {summary.get('threads')} thread(s) each, "
-            f"{summary.get('strategy')}",
+            f"{counted(summary.get('workers'), 'worker')}, {counted(summary.get('slots'), 'slot')}, "
+            f"{counted(summary.get('threads'), 'thread')} each, {summary.get('strategy')}",
         ),
         ("weights", str(summary.get("weights_sha256", "-"))),
         ("folder", path),
     ]
     return rows
+
+
+def counted(number: Any, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

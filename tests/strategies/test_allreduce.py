@@ -98,6 +98,27 @@ def test_one_backward_more_than_before_is_seen_by_all() -> None:
     assert together(2, work) == [[], []]
 
 
+def test_a_weight_told_after_backward_still_counts() -> None:
+    """run.weight() belongs before backward; after it, the buckets have left and must be folded again."""
+
+    def work(peers: Member) -> None:
+        net = model()
+        driver = Driver([net], peers)
+        for late in (False, False, True):
+            told = [3.0, 5.0] if late else [1.0, 1.0]
+
+            def backward(leaf: int, told: list[float] = told) -> None:
+                net(share(leaf)).pow(2).mean().backward()
+                driver.strategy.weigh(told[leaf])
+
+            driver.step(2, backward)
+            for got, want in zip(driver.grads(), wanted(2, told), strict=True):
+                assert got is not None and same(got, want)
+        driver.close()
+
+    together(2, work)
+
+
 def test_a_gradient_from_before_the_step_is_added_once() -> None:
     """Accumulation by the script itself: what it had is kept, not averaged over the shares."""
 

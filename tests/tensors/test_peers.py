@@ -203,15 +203,16 @@ def test_a_group_of_one_keeps_the_contract() -> None:
     peers.close()
 
 
-def test_adding_by_chunks_is_adding_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("divisor", [1.0, 7.0, 4.0, 0.5, 3.0 * 65536.0])
+def test_adding_by_chunks_is_adding_at_once(monkeypatch: pytest.MonkeyPatch, divisor: float) -> None:
     plan = Plan.of(5, 5)
-    sources = list(torch.randn(5, 1001))
-    want = tree_sum(sources) / 7.0
+    sources = [source * 10.0**exponent for exponent, source in enumerate(torch.randn(5, 1001), start=-38)]
+    want = tree_sum(sources) / divisor
     for chunk in (1, 64, 1000, 1001, 5000):
         monkeypatch.setattr("paceline.tensors.peers.CHUNK", chunk)
         before = [source.clone() for source in sources]
         out = torch.full((1001,), float("nan"))
-        add_in_order(sources, plan, out, 7.0)
+        add_in_order(sources, plan, out, divisor)
         assert same(out, want)
         assert all(same(a, b) for a, b in zip(sources, before, strict=True)), "sources are read only"
 

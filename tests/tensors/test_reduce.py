@@ -305,7 +305,7 @@ def leaver(params: list[nn.Parameter], final: Callable[[int], Grads], stale: boo
         for param, grad in zip(params, final(leaf), strict=True):
             param.grad = grad * 0.5 if stale and grad is not None else grad
         for bucket in range(len(reducer.layout.buckets)):
-            assert reducer.finish_early(bucket, params, 1.0)
+            assert reducer.finish_early(bucket, lambda i: params[i].grad, 1.0)
             if told:
                 reducer.left_too_early(bucket)
 
@@ -378,7 +378,7 @@ def test_early_buckets_beyond_the_62nd_are_sent_again_together(monkeypatch: pyte
             for param in mine:
                 param.grad = torch.full((1,), -99.0)
             for bucket in (1, 66) if peers.rank else ():
-                assert reducer.finish_early(bucket, mine, 1.0)
+                assert reducer.finish_early(bucket, lambda i: mine[i].grad, 1.0)
                 reducer.left_too_early(bucket)
 
         return *reduce(peers, mine, 70, shares, mean=False, before_fold=hook), peers.reposted
@@ -394,10 +394,10 @@ def test_buckets_of_buffers_and_sparse_gradients_do_not_leave_early() -> None:
     reducer.open(Plan.of(1, 1), 0)
     of_param, of_buffer = reducer.bucket_of(0), reducer.layout.pieces[1].bucket
     param.grad = torch.ones(4, 2).to_sparse(1)
-    assert not reducer.finish_early(of_param, [param], 1.0)
-    assert not reducer.finish_early(of_buffer, [param], 1.0)
+    assert not reducer.finish_early(of_param, lambda i: [param][i].grad, 1.0)
+    assert not reducer.finish_early(of_buffer, lambda i: [param][i].grad, 1.0)
     param.grad = None
-    assert reducer.finish_early(of_param, [param], 1.0)
+    assert reducer.finish_early(of_param, lambda i: [param][i].grad, 1.0)
     assert reducer.waits([3]) == [1, 0] and reducer.waits([0]) == [0, 0]
 
 
@@ -412,7 +412,7 @@ def test_a_share_of_no_weight_is_absent_whether_its_bucket_left_early_or_not(gra
         reducer.fold(0, [torch.tensor([-0.0])], 1.0)
         param.grad = torch.tensor([grad])
         if early:
-            reducer.finish_early(0, [param], 0.0)
+            reducer.finish_early(0, lambda i: [param][i].grad, 0.0)
         reducer.fold(1, [None], 0.0)
         out = reducer.layout.allocate()
         reducer.commit(1, [], True, 1.0, out)
