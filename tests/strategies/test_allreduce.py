@@ -119,6 +119,36 @@ def test_a_weight_told_after_backward_still_counts() -> None:
     together(2, work)
 
 
+@pytest.mark.parametrize("way", ["in place", "replaced", "dropped"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_script_does_to_a_shares_gradient_counts(workers: int, way: str) -> None:
+    """Clipping or masking inside the loop over run.slots(): after backward, when buckets have left already."""
+
+    def work(peers: Member) -> None:
+        net = model()
+        driver = Driver([net], peers)
+
+        def backward(leaf: int) -> None:
+            net(share(leaf)).pow(2).mean().backward()
+            for param in net.parameters():
+                assert param.grad is not None
+                if way == "in place":
+                    param.grad.mul_(0.5)
+                else:
+                    param.grad = param.grad * 0.5 if way == "replaced" else None
+
+        for step in range(3):
+            driver.step(4, backward)
+            for got, want in zip(driver.grads(), wanted(4), strict=True):
+                if way == "dropped":
+                    assert got is None, f"step {step}"
+                else:
+                    assert got is not None and same(got, want / 2), f"step {step}"
+        driver.close()
+
+    together(workers, work)
+
+
 def test_a_gradient_from_before_the_step_is_added_once() -> None:
     """Accumulation by the script itself: what it had is kept, not averaged over the shares."""
 

@@ -1,0 +1,185 @@
+"""How a run ends when something goes wrong: soon, with the cause last, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import HEAD, environment, launch, write_script
+
+FAILING = (
+    HEAD
+    + """
+import ctypes, os, sys, time
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(1000):
+    for batch in loader:
+        if run.step == 3 and run._session.worker == 1:
+            open("failed-at", "w").write(repr(time.time()))
+            {how}
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+)
+
+HOWS = {
+    "raises": ("raise RuntimeError('boom')", 1, "worker 1: RuntimeError: boom"),
+    "exits": ("sys.exit(3)", 3, "worker 1: the script called sys.exit(3)"),
+    "segfaults": ("ctypes.string_at(0)", 1, "worker 1 was killed by SIGSEGV"),
+    "is killed": ("os.kill(os.getpid(), 9)", 1, "worker 1 was killed by SIGKILL"),
+    "leaves": ("os._exit(0)", 1, "worker 1 left the script early, with exit code 0"),
+}
+
+
+def left_processes(mark: str) -> list[str]:
+    """Command lines of living processes that have `mark` in their environment or arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                if mark.encode() in command:
+                    found.append(command.decode(errors="replace"))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_failing_worker_ends_the_run(tmp_path: Path, how: str) -> None:
+    code, exit_code, cause = HOWS[how]
+    before = set(os.listdir("/dev/shm"))
+    result = launch(tmp_path, FAILING.format(how=code), "-n", "3")
+    took = time.time() - float((tmp_path / "failed-at").read_text())
+    assert result.code == exit_code
+    assert cause in result.last_line
+    assert took < 5.0
+    assert left_processes(str(tmp_path)) == []
+    assert set(os.listdir("/dev/shm")) <= before
+    assert str(result.summary["exit"]).startswith("failed")
+    if how == "raises":
+        assert "Traceback" in result.err and "train.py" in result.err
+        assert "boot.py" not in result.err and "paceline/run.py" not in result.err
+    if how == "segfaults":
+        assert "Fatal Python error: Segmentation fault" in result.err
+
+
+def test_a_syntax_error_starts_nothing(tmp_path: Path) -> None:
+    result = launch(tmp_path, "def broken(:\n", "-n", "3")
+    assert result.code == 2 and "SyntaxError" in result.err and "does not compile" in result.last_line
+    assert not result.folder.exists()
+
+
+def test_an_error_in_a_module_target(tmp_path: Path) -> None:
+    write_script(tmp_path, "import nowhere_at_all", "broken.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "-n", "2", "-m", "broken"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "No module named 'nowhere_at_all'" in done.stderr.strip().splitlines()[-1]
+
+
+ENDLESS = (
+    HEAD
+    + """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(10**6):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+        if run.step == 5 and run.is_main:
+            open("training", "w").close()
+{more}
+"""
+)
+
+
+def start_endless(tmp_path: Path, more: str = "", mark: str = "training") -> subprocess.Popen[str]:
+    path = write_script(tmp_path, ENDLESS.format(more=more))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "-n", "2", "--name", "it", str(path)],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / mark).exists():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+def test_ctrl_c_once_stops_cleanly(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopping after this step" in err and "interrupted (Ctrl-C)" in err and "weights" in err
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
+    hang = "        if run.step >= 5 and not run.is_main:\n            open('hung', 'w').close(); import time; time.sleep(1000)"
+    process = start_endless(tmp_path, hang, mark="hung")
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "stopping after this step" not in process.stderr.readline():
+        continue
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130 and "killed by a second Ctrl-C" in err
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_a_killed_agent_leaves_no_worker(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    process.kill()
+    process.communicate(timeout=10)
+    deadline = time.monotonic() + 10
+    while left_processes(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_a_wait_says_on_whom(tmp_path: Path) -> None:
+    slow = "        if run.step == 6 and not run.is_main:\n            import time; time.sleep(7)\n        if run.step == 8: run.stop('seen')"
+    result = launch(tmp_path, ENDLESS.format(more=slow), "-n", "2")
+    assert result.code == 0, result.err
+    assert "worker 0 waited" in result.err and "for worker 1" in result.err
+    assert any(event["event"] == "waiting" and event["worker"] == 1 for event in result.events())
+    assert (
+        "time.sleep" in (result.folder / "logs" / "worker-1.log").read_text()
+        or "train.py" in (result.folder / "logs" / "worker-1.log").read_text()
+    )
+
+
+def test_two_runs_at_once_do_not_collide(tmp_path: Path) -> None:
+    path = write_script(
+        tmp_path,
+        HEAD
+        + """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(3):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+""",
+    )
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--transport", "gloo", str(path)]
+    both = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=90) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert len(list((tmp_path / "runs").iterdir())) == 2

@@ -1,0 +1,135 @@
+"""The promise: one hash at any worker count. Small here; benchmarks/same_bits.py has the full set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import HEAD, Result, launch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bits_script.py"
+
+
+def train(folder: Path, kind: str, workers: int, slots: int, *flags: str, loaders: int = 0) -> Result:
+    name = f"{kind}-{workers}-{slots}-{loaders}-{'-'.join(f.strip('-') for f in flags)}"
+    given = ("-n", str(workers), "--slots", str(slots), "--steps", "7", *flags)
+    return launch(folder, SCRIPT, *given, args=(kind, "--num-workers", str(loaders)), name=name)
+
+
+@pytest.mark.parametrize("kind", ["lenet", "cnn", "lstm", "transformer", "gan", "tail"])
+def test_one_hash_at_1_and_3_workers(tmp_path: Path, kind: str) -> None:
+    one = train(tmp_path, kind, 1, 6)
+    three = train(tmp_path, kind, 3, 6)
+    assert one.summary["steps"] == three.summary["steps"] == 7
+    assert one.weights == three.weights
+    assert one.summary["samples"] == three.summary["samples"]
+
+
+def test_one_hash_through_uneven_deals_transports_and_loader_processes(tmp_path: Path) -> None:
+    hashes = {
+        "1": train(tmp_path, "tail", 1, 12).weights,
+        "5": train(tmp_path, "tail", 5, 12).weights,
+        "gloo": train(tmp_path, "tail", 3, 12, "--transport", "gloo").weights,
+        "2 loader processes": train(tmp_path, "tail", 2, 12, loaders=2).weights,
+    }
+    assert len(set(hashes.values())) == 1, hashes
+
+
+def test_augmentation_does_not_depend_on_loader_processes(tmp_path: Path) -> None:
+    assert train(tmp_path, "cnn", 1, 4).weights == train(tmp_path, "cnn", 2, 4, loaders=2).weights
+
+
+def test_a_flat_loop_equals_the_nested_loop(tmp_path: Path) -> None:
+    """Where every worker carries one slot, `.grad` is whole when backward() returns."""
+    nested = (
+        HEAD
+        + """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+    )
+    flat = (
+        HEAD
+        + """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+    )
+    want = launch(tmp_path, nested, "-n", "1", "--slots", "3", name="nested").weights
+    assert launch(tmp_path, flat, "-n", "3", "--slots", "3", name="flat").weights == want
+    assert launch(tmp_path, flat, "-n", "3", "--slots", "3", "--transport", "gloo", name="gloo").weights == want
+
+
+def test_a_flat_loop_whose_last_batch_is_smaller_than_the_slots(tmp_path: Path) -> None:
+    tail = HEAD.replace("(96", "(50") + "{}"
+    nested = """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+    flat = nested.replace("for batch in loader:\n        for x, y in run.slots():\n    ", "for x, y in loader:\n")
+    assert "run.slots" not in flat
+    one = launch(tmp_path, tail.format(nested), "-n", "1", "--slots", "3", name="nested")
+    three = launch(tmp_path, tail.format(flat), "-n", "3", "--slots", "3", name="flat")
+    assert one.weights == three.weights
+    assert one.summary["samples"] == three.summary["samples"] == 100
+
+
+def test_an_extra_backward_after_a_bucket_left_is_noticed(tmp_path: Path) -> None:
+    """The counts are learned in the first step; later a second backward comes behind them."""
+    script = (
+        HEAD
+        + """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+            if run.step in (3, 5):
+                (0.1 * model(x)).square().mean().backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+    )
+    want = launch(tmp_path, script, "-n", "1", "--slots", "4", name="one").weights
+    for transport in ("shm", "gloo"):
+        got = launch(tmp_path, script, "-n", "2", "--slots", "4", "--transport", transport, name=transport)
+        assert got.weights == want
+
+
+GRADIENT = (
+    HEAD
+    + """
+whole = F.cross_entropy(model(data.tensors[0]), data.tensors[1])
+exact = torch.autograd.grad(whole, list(model.parameters()))
+loader = DataLoader(data, batch_size=96, shuffle=True)
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(1):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        difference = torch.cat([(p.grad - g).flatten() for p, g in zip(model.parameters(), exact)]).double().norm()
+        size = torch.cat([g.flatten() for g in exact]).double().norm()
+        if run.is_main:
+            print("relative", float(difference / size))
+        optimizer.step()
+"""
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
+def test_the_reduced_gradient_is_the_full_batch_gradient(tmp_path: Path, workers: int) -> None:
+    result = launch(tmp_path, GRADIENT, "-n", str(workers), "--slots", "7")
+    assert result.code == 0, result.err
+    line = next(line for line in result.out.splitlines() if "relative" in line)
+    assert float(line.split()[-1]) <= 1e-6
