@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the cases whose name has this in it")
     options = parser.parse_args()
     for case in CASES:
-        if options.only in case[0]:
+        if options.only.casefold() in case[0].casefold():
             print(compare(*case, options.pairs), flush=True)
 
 

@@ -40,7 +40,7 @@ _DTYPES = {
         torch.int32,
         torch.int64,
         torch.bool,
-    )  # fmt: skip
+    )
 }
 
 
@@ -117,7 +117,7 @@ def _at_evaluation(run: Run, words: str) -> Iterator[None]:
     for model in run._replica.models:
         model.eval()
     try:
-        with torch.no_grad(), seeded(mix(run.settings.seed, _KEY)):
+        with torch.no_grad(), seeded(mix(run.settings.seed, _KEY), run.device):
             yield
     finally:
         for module, training in models:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from paceline.errors import UsageError
 from paceline.run import Run, init
 
 
@@ -37,6 +38,8 @@ def fit(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loader, epochs=3,
         )
     """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and evaluate is None:
+        raise UsageError("fit() with a ReduceLROnPlateau needs evaluate=: it steps by the first evaluated metric")
     run = init(**settings)
     prepared = [model, optimizer, loader] + ([scheduler] if scheduler is not None else [])
     run.prepare(*prepared)
@@ -57,14 +60,16 @@ def fit(
             run.log(loss=loss.detach())
         measured = _evaluate(run, model, evaluate) if evaluate is not None else {}
         if by_epoch:
-            scheduler.step(next(iter(measured.values()), run.metrics.get("loss", 0.0)))
+            scheduler.step(next(iter(measured.values())))
         for callback in callbacks:
             callback(run)
     run.finish()
     return run
 
 
-def _evaluate(run: Run, model: nn.Module, evaluate: tuple[Callable[[Any, Any], dict[str, Any]], Any]) -> dict[str, float]:
+def _evaluate(
+    run: Run, model: nn.Module, evaluate: tuple[Callable[[Any, Any], dict[str, Any]], Any]
+) -> dict[str, float]:
     fn, loader = evaluate
     sums = run.evaluate(lambda batch: fn(model, batch), loader)
     count = sums.pop("count", 1.0) or 1.0

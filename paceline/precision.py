@@ -24,7 +24,7 @@ class _ScaleGrad(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * ctx.scale, None
 
 
@@ -61,7 +61,7 @@ class Precision:
             if output.is_floating_point():
                 output = output.float()
                 if self.scales and output.requires_grad:
-                    output = _ScaleGrad.apply(output, self)
+                    output = _ScaleGrad.apply(output, self)  # type: ignore[no-untyped-call]
             return output
         if isinstance(output, tuple) and hasattr(output, "_fields"):
             return type(output)(*(self._outward(item) for item in output))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ class Replica:
         self.params: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
         self._frozen: list[nn.Parameter] = []
-        self._names: dict[int, str] = {}
 
     def add_model(self, model: nn.Module) -> None:
         model.to(self.device)
@@ -33,7 +31,6 @@ class Replica:
             if tensor.is_complex():
                 raise UsageError(f"{name} is complex; Paceline adds up real tensors only (view_as_real helps)")
             _align(tensor)
-            self._names.setdefault(id(tensor), name)
         self.find_trainable()
 
     def find_trainable(self) -> None:
@@ -54,9 +51,6 @@ class Replica:
     def thawed(self) -> bool:
         """Whether a frozen parameter has become trainable since they were listed."""
         return any(param.requires_grad for param in self._frozen)
-
-    def name_of(self, tensor: torch.Tensor) -> str:
-        return self._names.get(id(tensor), "a tensor")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every model's tensors; a second model's names start with its number."""
@@ -90,9 +84,3 @@ def _align(tensor: torch.Tensor) -> None:
     """Move a tensor to a 64-byte boundary: an unaligned one gives other bits (measured)."""
     if tensor.device.type == "cpu" and tensor.data_ptr() % 64:
         tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
-
-
-def unprepared(schedulers: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Optimizers that one of these schedulers drives and that were not given to prepare()."""
-    known = {id(optimizer) for optimizer in optimizers}
-    return [s.optimizer for s in schedulers if id(getattr(s, "optimizer", s)) not in known]

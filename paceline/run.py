@@ -21,7 +21,7 @@ from paceline import strategies
 from paceline.cluster.board import Phase
 from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
-from paceline.data.partition import Split
+from paceline.data.partition import Split, skew
 from paceline.data.random import set_seed
 from paceline.errors import OWN_GROUP, PacelineError, UsageError
 from paceline.precision import Precision
@@ -89,6 +89,7 @@ class Run:
         self._started = time.monotonic()
         self._rules = StopRules.of(self.settings)
         self._asked: str | None = None
+        self._due: str | None = None
         self._replica = Replica(self.device)
         self._precision = Precision(self.settings.precision, self.device)
         self._feeds: list[Feed] = []
@@ -172,13 +173,15 @@ class Run:
         feed = build_feed(loader, self.settings.slots, split, mix(self.settings.seed, len(self._feeds)))
         self._feeds.append(feed)
         if self.is_main and len(self._feeds) == 1:
-            self._session.notice(self._batch_words(feed, split))
+            words, sizes = self._batch_words(feed, split), feed.sizes(0, 0) if feed.steps else None
+            self._session.notice(words)
+            self._session.folder.event("data", words, steps=feed.steps, skew=skew(sizes) if sizes else None)
         adopt(loader, lambda: self._iterate(feed), lambda: _length(feed))
 
     def _batch_words(self, feed: Feed, split: Split) -> str:
         slots = self.settings.slots
         if feed.batch is None:
-            return f"one item a slot, {slots} slots a step"
+            return f"the loader's own batches, over {slots} slot{'s' * (slots != 1)} a step"
         sizes = sorted({last - first for first, last in split.cut(feed.batch, slots)}, reverse=True)
         return f"batch {feed.batch} = {slots} slot{'s' * (slots != 1)} × {' or '.join(map(str, sizes))}"
 
@@ -227,29 +230,34 @@ class Run:
         """The epochs to train, from where the run stands."""
         stepper = self._begin_loop()
         count = self.settings.epochs or count
-        for epoch in range(stepper.epoch, count):
-            stepper.epoch = epoch
-            self._tell_total(count)
-            yield epoch
-            self._epochs_done = epoch + 1
-            self._positions = {}
-            self._agree_to_stop()
-            if self.stopped:
-                break
-        self._in_loop = False
+        try:
+            for epoch in range(stepper.epoch, count):
+                stepper.epoch = epoch
+                self._tell_total(count)
+                yield epoch
+                self._epochs_done = epoch + 1
+                self._positions = {}
+                self._agree_to_stop()
+                if self.stopped:
+                    break
+        finally:
+            self._in_loop = False
 
     def steps(self, count: int) -> Iterator[int]:
         """Steps for scripts that draw their own batches; random state is set at each share."""
         stepper = self._begin_loop()
         limit = min(count, self.settings.steps or count)
         self._session.row.describe(total_steps=limit)
-        for number in range(stepper.step, limit):
-            stepper.begin(None)
-            yield number
-            stepper.end()
-            if self.stopped:
-                break
-        self._in_loop = False
+        try:
+            for number in range(stepper.step, limit):
+                stepper.begin(None)
+                yield number
+                stepper.end()
+                if self.stopped:
+                    break
+        finally:
+            stepper.abandon()
+            self._in_loop = False
 
     def slots(self, count: int | None = None) -> Iterator[Any]:
         """This worker's shares of the batch in hand. When the loop ends, `.grad` is the whole batch's.
@@ -298,6 +306,7 @@ class Run:
         self._stepper.stop_code = self._stop_code
         self._stepper.settings_digest = self._replica.digest_of_settings if self.peers.size > 1 else int
         self._stepper.committed = self._after_commit
+        self._stepper.summed = not self._mean
         if self._stepper.flat_allowed and self.peers.size > 1:
             for model in self._replica.models:
                 model.register_forward_pre_hook(self._stepper.before_forward)
@@ -385,9 +394,12 @@ class Run:
             return 3
         stepper = self._stepper
         assert stepper is not None
-        due = self._rules.due(stepper.step + 1, time.monotonic() - self._started, self.metrics)
-        self._due = due
-        return 1 if due else 0
+        self._due = self._due_at(stepper.step + 1)
+        return 1 if self._due else 0
+
+    def _due_at(self, step: int) -> str | None:
+        """A target is worker 0's to decide: the others may log their own share's values."""
+        return self._rules.due(step, time.monotonic() - self._started, self.metrics if self.is_main else {})
 
     def _after_commit(self, codes: list[int]) -> None:
         if self._precision.scales:
@@ -397,7 +409,7 @@ class Run:
 
     def _stop_for(self, codes: list[int]) -> None:
         who = next(worker for worker, code in enumerate(codes) if code)
-        reason = self._asked or getattr(self, "_due", None)
+        reason = self._asked or self._due
         self.stopped = reason or f"{_STOP_WORDS[codes[who]]} on worker {who}"
         if codes[who] == 3:
             self.stopped = "interrupted (Ctrl-C)"
@@ -409,9 +421,8 @@ class Run:
         stepper = self._stepper
         assert stepper is not None
         self._session.at = "the end of an epoch"
-        due = self._rules.due(stepper.step, time.monotonic() - self._started, self.metrics)
-        self._due = due
-        code = 2 if self._asked else 3 if self._session.board.stop_asked else 1 if due else 0
+        self._due = self._due_at(stepper.step)
+        code = 2 if self._asked else 3 if self._session.board.stop_asked else 1 if self._due else 0
         codes = [raw[0] for raw in self.peers.gather(_KEYS["epoch"], bytes([code]))]
         if any(codes) and not self.stopped:
             self._stop_for(codes)

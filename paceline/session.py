@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import __version__
 from paceline.cluster.board import Board, Phase, Row
@@ -40,6 +41,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TELL_AFTER_S = 1.0
 _OTHERS_MAY_SAY_S = 2.0
+_groups = 0
+"""Groups of peers that this process has joined so far; the same on every worker."""
 
 
 def user_line() -> str:
@@ -126,33 +129,36 @@ class Session:
         """The group of this term."""
         if self.workers == 1 or self.dry_run:
             return Alone(self.device)
+        global _groups
+        _groups += 1
+        self._name = f"group-{_groups}"  # a script may train twice: nothing of the first is met again
         transport = self.settings.transport
         if transport == "auto":
             transport = _best_transport(self.device, self.settings)
         if transport == "shm":
             from paceline.tensors.shared import SharedPeers
 
-            return SharedPeers(self.worker, self.workers, 1, self._segment, self)
+            return SharedPeers(self.worker, self.workers, self._name, self._segment, self)
         from paceline.tensors.group import GroupPeers, gloo, nccl
 
         store = self._store()
-        control = gloo(torch.distributed.PrefixStore("term-1/control", store), self.worker, self.workers)
+        control = gloo(PrefixStore("control", store), self.worker, self.workers)
         if transport == "gloo":
-            data = gloo(torch.distributed.PrefixStore("term-1/data", store), self.worker, self.workers)
+            data = gloo(PrefixStore("data", store), self.worker, self.workers)
             return GroupPeers(self.worker, self.workers, data, control, self, torch.device("cpu"))
-        data = nccl(torch.distributed.PrefixStore("term-1/data", store), self.worker, self.workers)
+        data = nccl(PrefixStore("data", store), self.worker, self.workers)
         return GroupPeers(self.worker, self.workers, data, control, self, self.device)
 
-    def _store(self) -> torch.distributed.Store:
+    def _store(self) -> Store:
         """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""
         assert self.link is not None
         if self.is_main:
-            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.link.ask(Put("store", str(store.port)))
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.link.ask(Put(f"{self._name}/store", str(store.port)))
             return store
-        answer, _ = self.link.ask(Get("store"))
+        answer, _ = self.link.ask(Get(f"{self._name}/store"))
         assert isinstance(answer, Value)
-        return torch.distributed.TCPStore("127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False)
+        return TCPStore("127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False)
 
     def _segment(self, name: str, size: int) -> int:
         assert self.link is not None
@@ -216,6 +222,7 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
+        torch.cuda.init()  # until then there is no generator to seed
         return torch.device("cuda", 0)
     if settings.device == "cuda":
         raise UsageError("--device cuda, but torch sees no GPU here: pass --device cpu, or install a CUDA build")

@@ -91,7 +91,7 @@ class Batch:
         """What this share counts for: 1 when all are alike, else its samples."""
         if self.sizes is None:
             return float(leading_size(share))
-        if self.sizes[0] == self.sizes[-1]:
+        if min(self.sizes) == max(self.sizes):
             return 1.0
         return float(self.sizes[slot])
 
@@ -132,9 +132,12 @@ class Stepper:
         self.inside = False
         """Within the body of run.slots()."""
         self.left_early: str | None = None
+        self.summed = False
+        """Whether shares' gradients are added instead of averaged."""
         self.split = TimeSplit()
         self._flat_unseeded = False
         self._draws = 0
+        self._met = False
         self._mark = 0.0
         self.stop_code: Callable[[], int] = lambda: 0
         self.settings_digest: Callable[[], int] = lambda: 0
@@ -146,7 +149,7 @@ class Stepper:
     # steps
 
     def begin(self, batch: Batch | None) -> None:
-        self.batch, self.call, self._draws, self.active = batch, 0, 0, True
+        self.batch, self.call, self._draws, self.active, self._met = batch, 0, 0, True, False
         self._strategy.begin_step()
         if self.flat_allowed:
             self._strategy.weigh(self._flat_weight(self.mine[0]))
@@ -161,14 +164,14 @@ class Stepper:
         self._check_left_early()
         if self.call == 0 and not self.alone:
             self._no_reduce()
-        if self.alone:
+        if not self._met:
             self.committed([self.stop_code()])
         self._count_step()
         self.active, self.batch = False, None
 
     def _count_step(self) -> None:
-        if self.alone:
-            self.samples += self.batch.drawn if self.batch else max(1, self._draws)
+        if not self._met:
+            self.samples += self.batch.drawn if self.batch else 1
         self.step += 1
         self._row.progress(self.step, self.epoch, self.samples)
 
@@ -276,12 +279,14 @@ class Stepper:
         start, waited = time.perf_counter(), self._peers.waited_s
         self._row.enter(Phase.REDUCE)
         drawn = self.batch.drawn if self.batch else self._draws
-        stop = 0 if self.alone else self.stop_code()
+        quick = self.alone and point.leaves == 1  # nothing was met: the end of the step counts it
+        stop = 0 if quick else self.stop_code()
         lanes = [stop, drawn if self.call == 0 else 0, self.settings_digest()]
         rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
         self._compare(rows[:, DIGEST].tolist())
         self.call += 1
-        if not self.alone:
+        if not quick:
+            self._met = True
             self.samples += int(rows[:, SAMPLES].sum())
             self._seed_outside()
             self.committed(rows[:, STOP].tolist())
@@ -321,6 +326,10 @@ class Stepper:
         """A backward has started outside run.slots(): is it this step's?"""
         if not (self.active and self.flat_allowed) or self.inside:
             return False
+        if self.summed and self.workers > 1:
+            raise UsageError(
+                f'{user_line()}: loss="sum" needs the inner loop: add `for x, y in run.slots():` around forward and backward'
+            )
         self._flat_point = Point(self.step, self.call, self.slots)
         self._session.at = self._flat_point.words
         self._draws += 1

@@ -25,7 +25,7 @@ def command(runs: Path) -> None:
     table = Table("run", "started", "exit", "steps", "workers", "samples/s", "weights", box=None)
     for folder in folders:
         summary, config = folder.read_json(folder.summary), folder.read_json(folder.config)
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.path.stat().st_ctime))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.started))
         workers = summary.get("workers") or config.get("settings", {}).get("workers", "")
         table.add_row(
             folder.id,

@@ -2,8 +2,8 @@
 
 The socket lives in Linux's abstract namespace: it leaves no file, and two runs never collide. Before
 a message is parsed the peer must be the same user and must have sent the run's secret. Messages are
-msgspec structs behind a length; descriptors of shared memory travel beside them. Off the path of a
-step: the agent may die and training goes on. No torch in here.
+msgspec structs behind a length; descriptors of shared memory travel beside them. None of this is on
+the path of a step. No torch in here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Value(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """This worker ends because of an error. `usage`: the user must change something."""
+    """This worker ends because of an error."""
 
     summary: str
     traceback: str

@@ -65,8 +65,10 @@ def leading_size(value: Any) -> int:
 class Feed(Protocol):
     """Where a run's shares come from, whatever the user's loader was."""
 
-    steps: int | None
-    """Steps of an epoch; None when only the stream knows."""
+    @property
+    def steps(self) -> int | None:
+        """Steps of an epoch; None when only the stream knows."""
+
     batch: int | None
     """The global batch, where there is one."""
 
@@ -129,7 +131,6 @@ class MapFeed:
     """Any map-style data set, through the user's own DataLoader."""
 
     def __init__(self, loader: DataLoader[Any], shares: Shares, seed: int) -> None:
-        self.steps: int | None = shares.steps
         self.batch = loader.batch_size
         self._shares = shares
         self._aim = _Aim(shares, seed, single=loader.batch_sampler is None)
@@ -143,10 +144,15 @@ class MapFeed:
     def start(self, epoch: int, first_step: int, slots: range) -> None:
         aim = self._aim
         aim.epoch, aim.first, aim.slots = epoch, first_step, slots
+        self._shares.begin(epoch)
         self._items = iter(self._loader)
 
+    @property
+    def steps(self) -> int | None:
+        return self._shares.steps
+
     def sizes(self, epoch: int, step: int) -> list[int] | None:
-        return self._shares.sizes(epoch, step)
+        return None if isinstance(self._shares, ItemShares) else self._shares.sizes(epoch, step)
 
     def share(self, epoch: int, step: int, slot: int) -> Any:
         if self._items is None or not len(self._shares.ids(epoch, step, slot)):
@@ -171,7 +177,7 @@ class TensorFeed:
         self.batch = loader.batch_size
         self._shares = shares
         self._tensors = loader.dataset.tensors  # type: ignore[attr-defined]
-        self._pin = loader.pin_memory
+        self._pin = loader.pin_memory and torch.cuda.is_available()
 
     def start(self, epoch: int, first_step: int, slots: range) -> None:
         return

@@ -89,6 +89,9 @@ class Shares:
 
     steps: int
 
+    def begin(self, epoch: int) -> None:
+        """An epoch starts: `steps` holds for it from now on."""
+
     def ids(self, epoch: int, step: int, slot: int) -> Ids:
         raise NotImplementedError
 
@@ -172,6 +175,9 @@ class GivenBatches(Shares):
         self._source, self._slots, self._split, self._seed = batch_sampler, slots, split, seed
         self._epoch, self._flat, self._ends = -1, np.empty(0, dtype=np.int64), [0]
         self.steps = len(batch_sampler)  # type: ignore[arg-type]
+
+    def begin(self, epoch: int) -> None:
+        self._draw(epoch)
 
     def _draw(self, epoch: int) -> None:
         if epoch == self._epoch:

@@ -22,13 +22,16 @@ def set_seed(seed: int, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Draw under `seed`, and leave the global generators as they were."""
     before = _cpu.get_state(), random.getstate(), np.random.get_state()
-    set_seed(seed)
+    cuda = None if device is None or device.type != "cuda" else torch.cuda.get_rng_state(device)
+    set_seed(seed, device)
     try:
         yield
     finally:
         _cpu.set_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device or "cuda")

@@ -35,7 +35,7 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
         return dict(load_file(str(path)))
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  torch raises many kinds for a file that is not plain
         raise UsageError(f"{path} is not a file of plain tensors: {str(error).splitlines()[0]}") from None
     while isinstance(loaded, dict) and not any(isinstance(v, torch.Tensor) for v in loaded.values()):
         inner = next((loaded[k] for k in ("state_dict", "model", "weights") if k in loaded), None)

@@ -55,7 +55,7 @@ class AllReduce:
 
     def begin_step(self) -> None:
         """Remember the buffers every share of this step starts from."""
-        if self._start and self._peers.size > 1:
+        if self._start and self._overlap is not None:
             torch._foreach_copy_(self._start, self._replica.buffers)
 
     def open(self, point: Point, flat: bool) -> None:
@@ -104,6 +104,8 @@ class AllReduce:
         del self._kept[index]
 
     def weigh(self, weight: float) -> None:
+        if not self._mean:
+            weight = 1.0 if weight else 0.0  # a sum: shares count as they are, or not at all
         self._weight = weight
         if self._overlap is not None:
             self._overlap.weigh(weight)
@@ -142,6 +144,8 @@ class AllReduce:
     def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
         if self._single:
             return np.array([lanes], dtype=np.int64)
+        if self._kept:
+            self._settle_rest(ran=False)  # this worker had no share of the point
         if self._overlap is not None:
             self._overlap.close_point()
         views = self._views(point.call)
@@ -164,7 +168,9 @@ class AllReduce:
             param.grad = old if param.grad is None else param.grad + old
         self._old = {}
         if self._start:
-            moves = views[len(replica.params) :]
+            # Buffers move by a mean whatever the gradients do: undo what only those are divided by.
+            factor = outcome.divisor / outcome.weight if outcome.weight else 1.0
+            moves = [move if factor == 1.0 else move * factor for move in views[len(replica.params) :]]
             total = [start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)]
             torch._foreach_copy_(replica.buffers, total)
             torch._foreach_copy_(self._start, total)
@@ -185,7 +191,7 @@ class AllReduce:
         """Called by the first gradient hook outside a point."""
         if self._flat_begin is None or self._flat_finish is None or not self._flat_begin():
             return False
-        torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)
         return True
 
     def close(self) -> None:

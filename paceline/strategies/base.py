@@ -6,7 +6,7 @@ A run drives its strategy like this, at each reduce point:
     strategy.weigh(weight)            what the coming share counts for
     …the script's forward and backward…
     strategy.fold(leaf)               that share is done
-    strategy.commit(point, lanes)     meet the others: `.grad` is the whole batch's on return
+    strategy.commit(point, key, lanes)  meet the others: `.grad` is the whole batch's on return
 """
 
 from __future__ import annotations

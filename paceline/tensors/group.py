@@ -28,11 +28,11 @@ from paceline.tensors.tree import Plan
 _TIMEOUT = timedelta(minutes=30)
 
 
-def gloo(store: dist.Store, rank: int, size: int) -> Any:
+def gloo(store: Any, rank: int, size: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
 
 
-def nccl(store: dist.Store, rank: int, size: int) -> Any:
+def nccl(store: Any, rank: int, size: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
 

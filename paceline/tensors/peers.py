@@ -70,8 +70,17 @@ def add_in_order(sources: Sequence[torch.Tensor], plan: Plan, out: torch.Tensor,
         if not steps:
             target.copy_(registers[0])
         if divisor != 1.0:
-            # By a power of two both are exact, and multiplying is four times as fast.
-            target.mul_(1.0 / divisor) if math.frexp(divisor)[0] == 0.5 else target.div_(divisor)
+            _divide(target, divisor)
+
+
+def _divide(target: torch.Tensor, divisor: float) -> None:
+    if math.frexp(divisor)[0] == 0.5:
+        target.mul_(1.0 / divisor)  # exact for a power of two, and four times as fast
+    elif target.is_cuda:
+        # CUDA turns a division by a plain number into a product: other bits than on the host.
+        target.div_(torch.tensor(divisor, dtype=target.dtype, device=target.device))
+    else:
+        target.div_(divisor)
 
 
 class Alone:

@@ -52,6 +52,8 @@ class Outcome:
     """What a reduce point agreed on."""
 
     weight: float
+    divisor: float
+    """What the total was divided by."""
     present: list[bool]
     rows: NDArray[np.int64]
     """The callers' own lanes, one row a worker."""
@@ -184,9 +186,7 @@ class Reducer:
             at = self.layout.buckets[bucket]
             self._targets[part][at.flat][at.start : at.stop].copy_(self._parts[part][at.flat][at.start : at.stop])
 
-    def finish_early(
-        self, bucket: int, grad_of: Callable[[int], torch.Tensor | None], weight: float
-    ) -> bool:
+    def finish_early(self, bucket: int, grad_of: Callable[[int], torch.Tensor | None], weight: float) -> bool:
         """This bucket's gradients of the last share are complete: let it leave now, if it can."""
         _, part, merges, _ = self._todo[self._at]
         if self._in_bucket[bucket][-1] >= self._count:
@@ -267,7 +267,7 @@ class Reducer:
         words = np.bitwise_or.reduce(rows[:, at : at + self._mask_words], axis=0).tolist()
         mask = sum(word << (_MASK_BITS * number) for number, word in enumerate(words))
         present = [bool(mask >> index & 1) for index in range(self._count)]
-        outcome = Outcome(weight, present, rows[:, at + self._mask_words :])
+        outcome = Outcome(weight, divisor, present, rows[:, at + self._mask_words :])
         if rows[:, 1].any():
             everyone = [leaf for raw in self.peers.gather(key, pack(self._sparse)) for leaf in unpack(raw)]
             outcome.sparse = add_sparse(everyone, self._plan.leaves, divisor, self._device)
@@ -279,8 +279,9 @@ def _weighted(grads: Sequence[torch.Tensor | None], weight: float) -> Sequence[t
 
 
 def _copy(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:
-    if None not in leaf:
-        torch._foreach_copy_(views, leaf)
+    whole = [grad for grad in leaf if grad is not None]
+    if len(whole) == len(leaf):
+        torch._foreach_copy_(list(views), whole)
         return
     for view, grad in zip(views, leaf, strict=True):
         view.zero_() if grad is None else view.copy_(grad)
@@ -288,8 +289,9 @@ def _copy(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) ->
 
 def _add_into(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:
     """views += leaf. An absent gradient counts as +0.0, as it does when another worker folds it."""
-    if None not in leaf:
-        torch._foreach_add_(views, leaf)
+    whole = [grad for grad in leaf if grad is not None]
+    if len(whole) == len(leaf):
+        torch._foreach_add_(list(views), whole)
         return
     for view, grad in zip(views, leaf, strict=True):
         view.add_(0.0 if grad is None else grad)

@@ -34,13 +34,13 @@ _DIRECT_BYTES = 256 << 10
 
 
 class SharedPeers:
-    def __init__(self, rank: int, size: int, term: int, allocate: Allocate, watch: Watch) -> None:
+    def __init__(self, rank: int, size: int, name: str, allocate: Allocate, watch: Watch) -> None:
         self.rank, self.size = rank, size
         self.device = torch.device("cpu")
         self.waited_s = 0.0
-        self._term, self._allocate, self._watch = term, allocate, watch
+        self._name, self._allocate, self._watch = name, allocate, watch
         bytes_needed = size * (_ROW + _MAILBOX)
-        self._meet = Segment(allocate(f"term-{term}/meet", bytes_needed), bytes_needed)
+        self._meet = Segment(allocate(f"{name}/meet", bytes_needed), bytes_needed)
         self._number = 0
         self._may_write = True
         words = self._meet.words(0, size * _ROW // 8)
@@ -98,7 +98,7 @@ class SharedPeers:
         slab = aligned(layout.nbytes)
         lane_bytes = aligned(known_lanes * 8)
         size = self.size * (parts * slab + lane_bytes) + slab
-        segment = Segment(self._allocate(f"term-{self._term}/slabs-{self._grown}", size), size)
+        segment = Segment(self._allocate(f"{self._name}/slabs-{self._grown}", size), size)
         self._grown += 1
         at = 0
         self._slabs, self._lanes = [], []

@@ -100,7 +100,13 @@ class RunFolder:
         if not runs.is_dir():
             return []
         found = [RunFolder(p) for p in runs.iterdir() if (p / "events.jsonl").exists() or (p / "config.json").exists()]
-        return sorted(found, key=lambda folder: folder.path.stat().st_ctime)
+        return sorted(found, key=lambda folder: folder.started)
+
+    @property
+    def started(self) -> float:
+        """When, as far as its files tell."""
+        known = self.read_json(self.config).get("started")
+        return float(known) if known else self.path.stat().st_mtime
 
     def event(self, kind: str, why: str, **fields: Any) -> None:
         """Something happened, and why. Never raises: a full disk must not end a run."""

@@ -31,7 +31,7 @@ from paceline.tensors.shared import SharedPeers
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import tree_sum
 
-SEGMENTS = ["term-1/meet", *(f"term-1/slabs-{number}" for number in range(8))]
+SEGMENTS = ["meet", *(f"slabs-{number}" for number in range(8))]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -221,10 +221,11 @@ def build(ask: dict[str, Any], rank: int, watch: Watch, segments: dict[str, int]
     if ask["kind"] == "shared":
 
         def allocate(name: str, bytes_needed: int) -> int:
-            os.ftruncate(segments[name], bytes_needed)
-            return os.dup(segments[name])
+            fd = segments[name.removeprefix("term-1/")]
+            os.ftruncate(fd, bytes_needed)
+            return os.dup(fd)
 
-        return SharedPeers(rank, size, 1, allocate, watch)
+        return SharedPeers(rank, size, "term-1", allocate, watch)
     store = dist.FileStore(str(Path(ask["folder"], "store")), size)
     control = gloo(dist.PrefixStore("control", store), rank, size)
     data = gloo(dist.PrefixStore("data", store), rank, size)
@@ -251,7 +252,7 @@ def work(ask: dict[str, Any], rank: int, segments: dict[str, int]) -> None:
 
 def serve(ask: dict[str, Any]) -> dict[str, Any]:
     """Fork the workers, wait for all; those still there at the deadline are killed and named."""
-    segments = {name: os.memfd_create(name.replace("/", "-")) for name in SEGMENTS}
+    segments = {name: os.memfd_create(name) for name in SEGMENTS}
     pids = []
     for rank in range(ask["size"]):
         pid = os.fork()
