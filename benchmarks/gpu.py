@@ -220,7 +220,10 @@ def bare(case: Case) -> Step:
 def with_paceline(case: Case) -> Step:
     import paceline
 
-    run = paceline.init(seed=0, precision="bf16", device=case.device, threads=torch.get_num_threads())
+    # The bare script with its own autocast and three lines changed; or none of its own, and the flag.
+    by_flag = "--by-flag" in sys.argv
+    precision = "bf16" if by_flag else "fp32"
+    run = paceline.init(seed=0, precision=precision, device=case.device, threads=torch.get_num_threads())
     model, loader = case.model(), case.loader()
     optimizer = case.optimizer(model)
     run.prepare(model, optimizer, loader)
@@ -229,7 +232,8 @@ def with_paceline(case: Case) -> Step:
         for _ in run.epochs(1 << 30):
             for _batch in loader:
                 for x, y in run.slots():
-                    loss = loss_of(model(x), y)
+                    with torch.autocast(case.device, torch.bfloat16, enabled=not by_flag):
+                        loss = loss_of(model(x), y)
                     loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -571,6 +575,7 @@ def everything(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--by-flag", action="store_true", help="precision by Paceline's setting, not by the script")
     parser.add_argument("--out", default="")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the code out")

@@ -2,7 +2,8 @@
 
 Outputs come back as fp32, so losses are computed in full. With fp16 the gradients entering a model
 from its outputs are scaled up by a power of two and the reduced gradient is scaled down again (both
-exact); if it overflowed, the gradients of that step are dropped, so that the optimizer skips it, and
+exact; a loss term that reaches weights past every model's output, such as an L2 penalty by hand, is not
+scaled up and needs the script's own GradScaler instead); if it overflowed, the gradients of that step are dropped, so that the optimizer skips it, and
 the scale is halved. The decision is taken on the reduced gradient, so every worker takes the same.
 """
 
@@ -19,8 +20,8 @@ _GROW_AFTER = 2000
 
 class _ScaleGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, precision: Precision) -> torch.Tensor:
-        ctx.scale = precision.scale
+    def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
         return value.view_as(value)
 
     @staticmethod
@@ -46,10 +47,19 @@ class Precision:
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> Any:
         context = torch.autocast(self._device.type, _DTYPES[self.kind])
         context.__enter__()
         self._open.append(context)
+        if not self.scales:
+            return None
+        # What goes back to an earlier model is scaled by that one: undo it here, or it is scaled twice.
+        return tuple(
+            _ScaleGrad.apply(item, 1.0 / self.scale)  # type: ignore[no-untyped-call]
+            if isinstance(item, torch.Tensor) and item.requires_grad
+            else item
+            for item in args
+        )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._open:
@@ -61,7 +71,7 @@ class Precision:
             if output.is_floating_point():
                 output = output.float()
                 if self.scales and output.requires_grad:
-                    output = _ScaleGrad.apply(output, self)  # type: ignore[no-untyped-call]
+                    output = _ScaleGrad.apply(output, self.scale)  # type: ignore[no-untyped-call]
             return output
         if isinstance(output, tuple) and hasattr(output, "_fields"):
             return type(output)(*(self._outward(item) for item in output))

@@ -206,6 +206,9 @@ class Session:
     def leave(self) -> None:
         """This worker is done, as it should be."""
         self.row.enter(Phase.FINISHED)
+        if self.ticket is None:
+            self.row.release()
+            self.board.close()
 
     def fail(self, failed: Failed) -> None:
         if self.link is not None:

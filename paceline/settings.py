@@ -68,6 +68,8 @@ def _check(s: Settings) -> None:
         ("seconds", 0),
     ):
         value = getattr(s, name)
+        if not isinstance(value, (int, float)) or value != value:
+            raise UsageError(f"--{name} must be a number; it is {value!r}")
         if value < least:
             raise UsageError(f"--{name} must be {least} or more; it is {value}")
     for name, known in (("precision", PRECISIONS), ("transport", TRANSPORTS), ("device", DEVICES)):

@@ -350,6 +350,10 @@ def _cut(value: Any, piece: int, pieces: int) -> Any:
     """One of several near-equal pieces of a collated batch, along its first dimension."""
     if isinstance(value, torch.Tensor):
         return torch.tensor_split(value, pieces)[piece] if value.dim() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(item, piece, pieces) for item in value))
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
+        return type(value)(value[k] for k in torch.tensor_split(torch.arange(len(value)), pieces)[piece].tolist())
     if isinstance(value, (list, tuple)):
         return type(value)(_cut(item, piece, pieces) for item in value)
     if isinstance(value, dict):

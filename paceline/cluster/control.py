@@ -118,10 +118,15 @@ def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> No
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]]:
     fds: list[int] = []
-    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, fds))
-    if length > _LARGEST:
-        raise ConnectionClosed(f"a message of {length} bytes is over the limit")
-    message = _decoder.decode(_receive_exactly(sock, length, fds))
+    try:
+        (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, fds))
+        if length > _LARGEST:
+            raise ConnectionClosed(f"a message of {length} bytes is over the limit")
+        message = _decoder.decode(_receive_exactly(sock, length, fds))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
     for fd in fds:
         os.set_inheritable(fd, False)
     return message, fds
@@ -129,7 +134,11 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
 
 def listen(address: str) -> socket.socket:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    server.bind("\0" + address)
+    try:
+        server.bind("\0" + address)
+    except OSError:
+        server.close()
+        raise
     server.listen(64)
     return server
 
@@ -140,10 +149,14 @@ def admit(sock: socket.socket, secret: bytes) -> bool:
     _, uid, _ = struct.unpack("3i", raw)
     if uid != os.getuid():
         return False
+    fds: list[int] = []
     try:
-        given = _receive_exactly(sock, SECRET_BYTES, [])
+        given = _receive_exactly(sock, SECRET_BYTES, fds)
     except OSError:
         return False
+    finally:
+        for fd in fds:
+            os.close(fd)
     return hmac.compare_digest(given, secret)
 
 
@@ -152,8 +165,12 @@ class Link:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.connect("\0" + address)
-        self._socket.sendall(secret)
+        try:
+            self._socket.connect("\0" + address)
+            self._socket.sendall(secret)
+        except OSError:
+            self._socket.close()
+            raise
 
     def ask(self, message: Message) -> tuple[Message, list[int]]:
         send(self._socket, message)

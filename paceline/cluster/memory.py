@@ -21,10 +21,18 @@ def available_bytes() -> int:
                 free = int(line.split()[1]) * 1024
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
-            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()) + _cached())
     except (OSError, ValueError):
         pass
     return free
+
+
+def _cached() -> int:
+    """Page cache of the cgroup, which the kernel gives back when asked."""
+    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
 
 
 def words(size: int) -> str:
@@ -34,7 +42,7 @@ def words(size: int) -> str:
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:.3g} {unit}"
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 class Segments:

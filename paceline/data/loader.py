@@ -25,11 +25,14 @@ from torch.utils.data import (
 
 from paceline.data.order import Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, RowShares, Shares, Split
-from paceline.data.random import set_seed
+from paceline.data.random import next_draws, seeded, set_seed
 from paceline.errors import UsageError
 
 _ITEM = 7  # keeps item seeds apart from step seeds
 _ORIGINAL = "_paceline_original"
+_KNOWN = 1
+with seeded(_KNOWN):
+    _UNTOUCHED = next_draws()
 
 
 def place(value: Any, device: torch.device) -> Any:
@@ -47,7 +50,9 @@ def place(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(place(item, device) for item in value)
     if isinstance(value, dict):
-        return type(value)((key, place(item, device)) for key, item in value.items())
+        placed = copy.copy(value)
+        placed.update({key: place(item, device) for key, item in value.items()})
+        return placed
     return value
 
 
@@ -55,11 +60,18 @@ def leading_size(value: Any) -> int:
     """How many samples a collated batch holds: the length of its first tensor, else 1."""
     if isinstance(value, torch.Tensor):
         return int(value.shape[0]) if value.dim() else 1
+    found = _first_size(value)
+    return 1 if found is None else found
+
+
+def _first_size(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.dim() else 1
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, (list, tuple)) and value:
-        return leading_size(value[0])
-    return 1
+    if isinstance(value, (list, tuple)):
+        return next((size for size in map(_first_size, value) if size is not None), None)
+    return None
 
 
 class Feed(Protocol):
@@ -89,23 +101,36 @@ class Feed(Protocol):
 
 
 class _Seeded(Dataset[Any]):
-    """A map-style data set whose random augmentation depends on the sample alone."""
+    """A map-style data set whose random augmentation depends on the sample alone.
+
+    Seeding every generator for every sample costs more than many data sets do. So a share is fetched
+    under a known seed first; if a generator was drawn from, the share is fetched again with a seed a
+    sample, and from then on all are.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        self._many = getattr(inner, "__getitems__", None)
+        self._draws = False
 
     def __getitem__(self, tagged: tuple[int, int]) -> Any:
         key, index = tagged
         set_seed(mix(key, index))
         return self.inner[index]
 
-
-class _SeededMany(_Seeded):
-    """The same for data sets that fetch several samples in one call."""
-
-    def __getitems__(self, tagged: list[tuple[int, int]]) -> Any:
-        set_seed(mix(*tagged[0]))
-        return self.inner.__getitems__([index for _, index in tagged])
+    def __getitems__(self, tagged: tuple[int, list[int]]) -> Any:
+        key, ids = tagged
+        if self._many is not None:
+            set_seed(mix(key, ids[0]))
+            return self._many(ids)
+        if not self._draws:
+            set_seed(_KNOWN)
+            inner = self.inner
+            samples = [inner[index] for index in ids]
+            if next_draws() == _UNTOUCHED:
+                return samples
+            self._draws = True
+        return [self[key, index] for index in ids]
 
 
 class _Aim:
@@ -121,10 +146,15 @@ class _Aim:
             for slot in self.slots:
                 ids = self.shares.ids(self.epoch, step, slot).tolist()
                 if ids:
-                    yield (key, ids[0]) if self._single else [(key, index) for index in ids]
+                    yield (key, ids[0]) if self._single else (key, ids)
 
     def __len__(self) -> int:
         return (self.shares.steps - self.first) * len(self.slots)
+
+
+def _any_id(shares: Shares, epoch: int, step: int) -> int:
+    slot = next(slot for slot, size in enumerate(shares.sizes(epoch, step)) if size)
+    return int(shares.ids(epoch, step, slot)[0])
 
 
 class MapFeed:
@@ -134,9 +164,7 @@ class MapFeed:
         self.batch = loader.batch_size
         self._shares = shares
         self._aim = _Aim(shares, seed, single=loader.batch_sampler is None)
-        many = hasattr(loader.dataset, "__getitems__")
-        inner = (_SeededMany if many else _Seeded)(loader.dataset)
-        self._loader = _with_sampler(loader, self._aim, inner)
+        self._loader = _with_sampler(loader, self._aim, _Seeded(loader.dataset))
         self._items: Iterator[Any] | None = None
         self._dataset: Any = loader.dataset
         self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
@@ -160,7 +188,7 @@ class MapFeed:
         return next(self._items)
 
     def stand_in(self, epoch: int, step: int) -> Any:
-        index = int(self._shares.ids(epoch, step, 0)[0])
+        index = _any_id(self._shares, epoch, step)
         set_seed(mix(index))
         sample = self._dataset[index]
         return sample if self._collate is None else self._collate([sample])
@@ -194,7 +222,7 @@ class TensorFeed:
         return [tensor.pin_memory() for tensor in share] if self._pin else share
 
     def stand_in(self, epoch: int, step: int) -> Any:
-        first = int(self._shares.ids(epoch, step, 0)[0])
+        first = _any_id(self._shares, epoch, step)
         return [tensor[first : first + 1] for tensor in self._tensors]
 
     def stop(self) -> None:
@@ -297,6 +325,11 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
         return MapFeed(loader, GivenBatches(batches, slots, split, seed), seed)
     batch, drop_last = batches.batch_size, batches.drop_last
     if split.kind == "rows":
+        if type(_order_of(sampler, n, seed)) is Sampled:
+            raise UsageError(
+                f"--split rows goes through the data set's own rows, so it cannot follow a {type(sampler).__name__} "
+                "as sampler: drop the sampler or use --split even"
+            )
         shuffle = isinstance(sampler, RandomSampler)
         shares: Shares = RowShares(n, batch, slots, seed, shuffle, drop_last)
     else:

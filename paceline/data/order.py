@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import UsageError
+
 Ids = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
@@ -99,7 +101,11 @@ class Sampled(Order):
     """The order of a user's own sampler, drawn once an epoch under the epoch's seed."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        super().__init__(len(sampler))
+        try:
+            n = len(sampler)
+        except TypeError:
+            raise UsageError(f"the sampler {type(sampler).__name__} has no length: give it __len__") from None
+        super().__init__(n)
         self._sampler, self._seed, self._epoch = sampler, seed, -1
         self._drawn: Ids = np.empty(0, dtype=np.int64)
 

@@ -21,6 +21,12 @@ def set_seed(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
+def next_draws() -> tuple[int, float, float]:
+    """The next number of each generator: after a known seed, it tells whether anything was drawn."""
+    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=_cpu))
+    return drawn, random.random(), float(np.random.random())
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Draw under `seed`, and leave the global generators as they were."""

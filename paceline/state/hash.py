@@ -15,7 +15,7 @@ def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
     """Equal exactly when every tensor has the same name, dtype, shape and bits.
 
     >>> weights_sha256({"w": torch.zeros(2)})[:12]
-    '82f0e4ac5d2c'
+    '8aefad56d866'
     """
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -32,13 +32,20 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        return dict(load_file(str(path)))
+        try:
+            return dict(load_file(str(path)))
+        except Exception as error:  # noqa: BLE001  as below
+            raise UsageError(f"{path} is not a safetensors file: {error}") from None
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  torch raises many kinds for a file that is not plain
-        raise UsageError(f"{path} is not a file of plain tensors: {str(error).splitlines()[0]}") from None
-    while isinstance(loaded, dict) and not any(isinstance(v, torch.Tensor) for v in loaded.values()):
-        inner = next((loaded[k] for k in ("state_dict", "model", "weights") if k in loaded), None)
+        raise UsageError(
+            f"{path} is not a file of plain tensors: {(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from None
+    for _ in range(4):
+        if not isinstance(loaded, dict):
+            break
+        inner = next((loaded[k] for k in ("state_dict", "model", "weights") if isinstance(loaded.get(k), dict)), None)
         if inner is None:
             break
         loaded = inner

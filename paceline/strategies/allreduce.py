@@ -159,7 +159,8 @@ class AllReduce:
         replica = self._replica
         for index, (param, present) in enumerate(zip(replica.params, outcome.present, strict=True)):
             if index in outcome.sparse:
-                param.grad = outcome.sparse[index]
+                rows = outcome.sparse[index]
+                param.grad = views[index].to(param.dtype) + rows if present else rows
             elif present:
                 view = views[index]
                 param.grad = view if view.dtype == param.dtype else view.to(param.dtype)

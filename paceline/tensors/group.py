@@ -96,11 +96,14 @@ class GroupPeers:
             self.post(bucket)
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
+        # Rows of one width: a worker that came to another meeting must not crash Gloo (it aborts the process).
+        width = len(lanes)
+        lanes = np.concatenate([lanes, np.zeros(max(0, 64 - width), dtype=np.int64)])
         row = torch.from_numpy(np.concatenate([[key], lanes]))
         rows = torch.empty(self.size, len(row), dtype=torch.int64)
         self._wait(self._control._allgather_base(rows.view(-1), row))
         check_keys(rows[:, 0].tolist(), self.rank, self._watch)
-        table: NDArray[np.int64] = rows[:, 1:].numpy()
+        table: NDArray[np.int64] = rows[:, 1 : 1 + width].numpy()
         return table
 
     def total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
@@ -133,6 +136,9 @@ class GroupPeers:
     def _wait(self, work: Any) -> None:
         start = time.perf_counter()
         try:
+            while not work.is_completed():
+                self._watch.check(time.perf_counter() - start, (self.rank + 1) % self.size)
+                time.sleep(0.0001)
             work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"a worker went away in the middle of a collective: {error}") from None

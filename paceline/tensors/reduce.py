@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.tensors.layout import Layout
+from paceline.tensors.layout import Layout, sum_dtype
 from paceline.tensors.peers import Parts, Peers
 from paceline.tensors.sparse import SparseLeaf, add_sparse, pack, unpack
 from paceline.tensors.tree import Plan, Range, fold_scalars, split
@@ -74,7 +74,7 @@ class Reducer:
         self._staged = self._device != peers.device
         self._levels: Parts = []
         self._level_views: list[list[torch.Tensor]] = []
-        self._views_of: dict[int, list[torch.Tensor]] = {}
+        self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._own_parts: Parts = []
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
         for index, piece in enumerate(self.layout.pieces):
@@ -102,6 +102,7 @@ class Reducer:
         self._sparse: list[SparseLeaf] = []
         self._sent: set[int] = set()
         self._early: set[int] = set()
+        self._left: dict[int, list[tuple[torch.Tensor | None, int]]] = {}
 
     def _device_parts(self, count: int) -> Parts:
         while len(self._own_parts) < count:
@@ -109,7 +110,7 @@ class Reducer:
         return self._own_parts[:count]
 
     def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
-        key = flats[0].data_ptr() if flats else 0
+        key = tuple(flat.data_ptr() for flat in flats)
         if key not in self._views_of:
             if len(self._views_of) > 64:
                 self._views_of.clear()
@@ -138,6 +139,7 @@ class Reducer:
             if grads[index] is not None:
                 self._mask |= 1 << index
         if last:
+            self._find_changed(grads)
             for bucket, indices in enumerate(self._in_bucket):
                 if bucket not in self._sent or bucket in self._early:
                     self._finish_bucket(bucket, part, merges, [grads[index] for index in indices], weight)
@@ -146,6 +148,13 @@ class Reducer:
             self._fold_inner(merges, _weighted(grads, weight))
         self._fold_weight(weight, part, merges, last)
         self._at += 1
+
+    def _find_changed(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """The script may clip or mask a share's gradient after backward, when its bucket has left."""
+        for bucket, left in self._left.items():
+            now = [grads[index] for index in self._in_bucket[bucket]]
+            if any(a is not b or (a is not None and a._version != v) for a, (b, v) in zip(now, left, strict=True)):
+                self._early.add(bucket)
 
     def _fold_inner(self, merges: int, leaf: Sequence[torch.Tensor | None]) -> None:
         if not merges:
@@ -191,11 +200,12 @@ class Reducer:
         _, part, merges, _ = self._todo[self._at]
         if self._in_bucket[bucket][-1] >= self._count:
             return False  # buffers are final only when the share is
-        grads = [grad_of(index) for index in self._in_bucket[bucket]]
+        grads = [grad_of(index) if weight else None for index in self._in_bucket[bucket]]
         if any(grad is not None and grad.is_sparse for grad in grads):
             return False
         self._finish_bucket(bucket, part, merges, grads, weight)
         self._sent.add(bucket)
+        self._left[bucket] = [(grad, -1 if grad is None else grad._version) for grad in grads]
         self.peers.post(bucket)
         return True
 
@@ -275,7 +285,11 @@ class Reducer:
 
 
 def _weighted(grads: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
-    return grads if weight == 1.0 else [None if grad is None else grad * weight for grad in grads]
+    return (
+        grads
+        if weight == 1.0
+        else [None if grad is None else grad.to(sum_dtype(grad.dtype)) * weight for grad in grads]
+    )
 
 
 def _copy(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:

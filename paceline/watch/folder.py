@@ -50,6 +50,10 @@ def plain(value: Any) -> Any:
     """A value as JSON can hold it: not-a-number and infinity become words."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
     return value
 
 
@@ -129,7 +133,7 @@ class RunFolder:
             return
 
     def write_json(self, path: Path, value: Any) -> None:
-        write_atomically(path, (json.dumps(value, indent=2, default=str) + "\n").encode())
+        write_atomically(path, (json.dumps(plain(value), indent=2, default=str) + "\n").encode())
 
     def read_json(self, path: Path) -> dict[str, Any]:
         try:
