@@ -518,6 +518,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder) / "case.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--case", name, "--device", options.device]
         command += ["--pairs", str(options.pairs), "--out", str(out), *(["--small"] if options.small else [])]
+        command += ["--by-flag"] if options.by_flag else []
         env = {**os.environ, "PACELINE_RUNS": str(Path(folder) / "runs")}
         try:
             code = subprocess.run(command, cwd=HERE, env=env, check=False, timeout=_CASE_LIMIT_S).returncode

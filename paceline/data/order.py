@@ -48,15 +48,22 @@ def _round_keys(key: int) -> tuple[int, ...]:
     return tuple(mix(key, number) for number in range(_ROUNDS))
 
 
+def _moved(half: _Words, by: _Words, size: np.uint64) -> _Words:
+    """half + by, modulo size (below 2**32), without a division: those are ten times as slow."""
+    half = half + (((by >> np.uint64(32)) * size) >> np.uint64(32))
+    half -= size * (half >= size)
+    return half
+
+
 def _stir(positions: _Words, rows: int, columns: int, key: int) -> _Words:
     """A bijection on [0, rows * columns): each half in turn moves by a hash of the other."""
     a, b = np.uint64(rows), np.uint64(columns)
     left, right = positions // b, positions % b
     for number, round_key in enumerate(_round_keys(key)):
         if number % 2:
-            right = (right + mix_array(left, round_key) % b) % b
+            right = _moved(right, mix_array(left, round_key), b)
         else:
-            left = (left + mix_array(right, round_key) % a) % a
+            left = _moved(left, mix_array(right, round_key), a)
     return left * b + right
 
 

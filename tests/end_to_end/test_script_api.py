@@ -117,7 +117,7 @@ def test_weights_and_sums(tmp_path: Path) -> None:
     """loss='sum' with summed losses equals the mean of means, scaled by the batch; run.weight counts tokens."""
     mean = HEAD + BODY
     summed = HEAD + BODY.replace("loader)", "loader, loss='sum')").replace(
-        "model(x), y)", "model(x), y, reduction='sum') / 24"
+        "F.cross_entropy(model(x), y)", "(F.cross_entropy(model(x), y, reduction='sum') / 24)"
     )
     weighed = HEAD + BODY.replace("            F.", "            run.weight(3.0 * len(x))\n            F.")
     want = launch(tmp_path, mean + "\nrun.save(model.state_dict(), 'mean.pt')", "-n", "2", name="mean")

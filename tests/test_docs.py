@@ -1,0 +1,43 @@
+"""The documents are true where that can be checked: links lead somewhere, examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_module_is_on_the_design_page() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    names = {path.name for path in (ROOT / "paceline").rglob("*.py") if path.name != "__init__.py"}
+    assert sorted(name for name in names if name not in design) == []
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_examples_run(tmp_path: Path, block: str) -> None:
+    (tmp_path / "block.py").write_text(block)
+    env = {**os.environ, "PACELINE_RUNS": str(tmp_path / "runs")}
+    done = subprocess.run(
+        [sys.executable, "block.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
