@@ -50,14 +50,14 @@ def paceline_side(folder: str) -> None:
     peers = session.peers()
     group = gloo(session._store(), peers.rank, peers.size)
     layout, plan = Layout.of([torch.empty(FLOATS)]), Plan.of(peers.size, peers.size)
-    gradient, out = torch.full((FLOATS,), 1.0 + peers.rank), layout.allocate()
+    gradient, out = torch.full((FLOATS,), 1.0 + peers.rank), [torch.empty(0)]
 
     def fill() -> None:
         peers.open(plan, layout, 1)[0][0][:FLOATS] = gradient
 
     def reduce() -> None:
         peers.exchange(1, np.zeros(1, dtype=np.int64))
-        peers.total(out, 1.0)
+        out[:] = peers.total(0, 1.0)
 
     wait_for_turns(folder, "paceline", session.is_main, lambda: timed(lambda: group.barrier().wait(), fill, reduce))
     assert out[0][0] == out[0][FLOATS - 1] == peers.size * (peers.size + 1) / 2

@@ -21,7 +21,7 @@ def wait_for_turns(folder: str | Path, side: str, main: bool, measure: Callable[
         while not (folder / f"{side}-{turn}").exists():
             if (folder / "stop").exists():
                 return
-            time.sleep(0.001)
+            time.sleep(0.02)
         took = measure()
         if main:
             (folder / f"{side}-{turn}.tmp").write_text(repr(took))
@@ -48,7 +48,7 @@ class Side:
         while not done.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
-            time.sleep(0.001)
+            time.sleep(0.02)
         self._turn += 1
         return float(done.read_text())
 

@@ -44,8 +44,7 @@ class AllReduce:
             self._overlap.close()
         replica = self._replica
         self._reducer = Reducer([*replica.params, *replica.buffers], len(replica.params), self._peers)
-        self._out: dict[int, list[torch.Tensor]] = {}
-        self._out_views: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
         self._start = [torch.empty_like(buffer) for buffer in replica.buffers]
         self._overlap = None
         if self._peers.size > 1 or self._scaled:
@@ -71,7 +70,7 @@ class AllReduce:
         self._call, self._last_leaf = point.call, plan.ranges[self._peers.rank][1] - 1
         self._kept = {}
         if not flat:
-            self._set_aside(self._views(point.call))
+            self._set_aside(self._views.get(point.call, []))
         if self._overlap is not None:
             self._overlap.open(point.call)
 
@@ -81,9 +80,9 @@ class AllReduce:
         Unless the script calls zero_grad() inside its loop: then it finds the old gradient still there,
         and what it removes stays removed.
         """
-        for index, (param, view) in enumerate(zip(self._replica.params, own, strict=False)):
+        for index, param in enumerate(self._replica.params):
             if param.grad is not None:
-                old = param.grad.clone() if param.grad is view else param.grad
+                old = param.grad.clone() if own and param.grad is own[index] else param.grad
                 param.grad = old
                 self._kept[index] = (old, param.register_hook(partial(self._first_touch, index)))
         if self._start:
@@ -148,15 +147,15 @@ class AllReduce:
             self._settle_rest(ran=False)  # this worker had no share of the point
         if self._overlap is not None:
             self._overlap.close_point()
-        views = self._views(point.call)
         with torch.no_grad():
             scale = self._scaled.scale if self._scaled else 1.0
-            outcome = self._reducer.commit(key, lanes, self._mean, scale, self._out[point.call])
-            self._give_back(outcome, views)
+            outcome = self._reducer.commit(key, point.call, lanes, self._mean, scale)
+            self._views[point.call] = outcome.views
+            self._give_back(outcome)
         return outcome.rows[:, : len(lanes)]
 
-    def _give_back(self, outcome: Outcome, views: list[torch.Tensor]) -> None:
-        replica = self._replica
+    def _give_back(self, outcome: Outcome) -> None:
+        replica, views = self._replica, outcome.views
         for index, (param, present) in enumerate(zip(replica.params, outcome.present, strict=True)):
             if index in outcome.sparse:
                 rows = outcome.sparse[index]
@@ -175,13 +174,6 @@ class AllReduce:
             total = [start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)]
             torch._foreach_copy_(replica.buffers, total)
             torch._foreach_copy_(self._start, total)
-
-    def _views(self, call: int) -> list[torch.Tensor]:
-        """Private memory for the result: one set a call, so that a GAN's first gradients outlive its second."""
-        if call not in self._out:
-            self._out[call] = self._reducer.layout.allocate(self._replica.device)
-            self._out_views[call] = self._reducer.layout.views(self._out[call])
-        return self._out_views[call]
 
     # loops without run.slots()
 

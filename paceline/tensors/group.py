@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import PeerLostError
 from paceline.tensors.layout import Layout
-from paceline.tensors.peers import Lanes, Parts, Watch, add_in_order, check_keys
+from paceline.tensors.peers import Lanes, Parts, Totals, TreeSum, Watch, check_keys
 from paceline.tensors.tree import Plan
 
 _TIMEOUT = timedelta(minutes=30)
@@ -48,12 +48,14 @@ class GroupPeers:
         self._memory: list[list[torch.Tensor]] = []
         self._parts: Parts = []
         self._sent: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._totals = Totals(device)
 
     # sums
 
     def open(self, plan: Plan, layout: Layout, lanes: int) -> Parts:
         if layout is not self._layout:
             self._layout, self._memory = layout, []
+        self._totals.open(layout)
         count = len(plan.parts(self.rank))
         while len(self._memory) < count:
             self._memory.append(layout.allocate(self.device))
@@ -106,20 +108,23 @@ class GroupPeers:
         table: NDArray[np.int64] = rows[:, 1 : 1 + width].numpy()
         return table
 
-    def total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+    def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         assert self._layout is not None
+        out = self._totals.of(call)
+        (root,) = self._plan.roots
         gathers = []
         for bucket, at in enumerate(self._layout.buckets):
             work, incoming = self._sent.pop(bucket)
             self._wait(work)
             segment = self._segment(bucket)
             mine = torch.empty(segment, dtype=incoming.dtype, device=self.device)
-            add_in_order(list(incoming.view(len(self._plan.cover), segment)), self._plan, mine, divisor)
+            TreeSum(list(incoming.view(len(self._plan.cover), segment)), root.steps, [mine]).add(divisor)
             whole = torch.empty(segment * self.size, dtype=incoming.dtype, device=self.device)
             gathers.append((self._data._allgather_base(whole, mine), whole, mine, at))
         for work, whole, _, at in gathers:
             self._wait(work)
             out[at.flat][at.start : at.stop] = whole[: at.stop - at.start]
+        return out
 
     # messages
 

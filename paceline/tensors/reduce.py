@@ -51,6 +51,8 @@ def merges_after(part: Range) -> tuple[int, ...]:
 class Outcome:
     """What a reduce point agreed on."""
 
+    views: list[torch.Tensor]
+    """Each tensor's total, in memory that stays until the next point of the same number."""
     weight: float
     divisor: float
     """What the total was divided by."""
@@ -76,6 +78,7 @@ class Reducer:
         self._level_views: list[list[torch.Tensor]] = []
         self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._own_parts: Parts = []
+        self._totals: dict[int, list[torch.Tensor]] = {}
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
         for index, piece in enumerate(self.layout.pieces):
             self._in_bucket[piece.bucket].append(index)
@@ -236,8 +239,8 @@ class Reducer:
 
     # meeting
 
-    def commit(self, key: int, lanes: Sequence[int], mean: bool, scale: float, out: Sequence[torch.Tensor]) -> Outcome:
-        """Meet the others; `out` holds the total (over the total weight, for a mean) / scale on return."""
+    def commit(self, key: int, call: int, lanes: Sequence[int], mean: bool, scale: float) -> Outcome:
+        """Meet the others, and take the total (over the total weight, for a mean) / scale."""
         assert self._at == len(self._todo), "a share is missing"
         for bucket in range(len(self.layout.buckets)):
             if bucket not in self._sent:
@@ -248,8 +251,8 @@ class Reducer:
             self.peers.repost([b for b in range(len(self.layout.buckets)) if early >> min(b, 62) & 1])
         weight = self._total_weight(rows)
         divisor = scale * (weight if mean and weight else 1.0)
-        self._total(out, divisor)
-        return self._outcome(key, rows, weight, divisor)
+        views = self._views(self._total(call, divisor))
+        return self._outcome(key, rows, weight, divisor, views)
 
     def _pack_lanes(self, lanes: Sequence[int]) -> NDArray[np.int64]:
         early = sum(1 << min(bucket, 62) for bucket in {min(b, 62) for b in self._early})
@@ -263,21 +266,24 @@ class Reducer:
         weights = rows[:, _WEIGHTS_AT : _WEIGHTS_AT + self._plan.most_parts].view(np.float64)
         return fold_scalars([float(weights[worker, part]) for worker, part in self._plan.owners], self._plan)
 
-    def _total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+    def _total(self, call: int, divisor: float) -> list[torch.Tensor]:
+        flats = self.peers.total(call, divisor)
         if not self._staged:
-            self.peers.total(out, divisor)
-            return
-        host = [torch.empty(flat.shape, dtype=flat.dtype) for flat in out]
-        self.peers.total(host, divisor)
-        for target, value in zip(out, host, strict=True):
+            return flats
+        if call not in self._totals:
+            self._totals[call] = self.layout.allocate(self._device)
+        for target, value in zip(self._totals[call], flats, strict=True):
             target.copy_(value)
+        return self._totals[call]
 
-    def _outcome(self, key: int, rows: NDArray[np.int64], weight: float, divisor: float) -> Outcome:
+    def _outcome(
+        self, key: int, rows: NDArray[np.int64], weight: float, divisor: float, views: list[torch.Tensor]
+    ) -> Outcome:
         at = _WEIGHTS_AT + self._plan.most_parts
         words = np.bitwise_or.reduce(rows[:, at : at + self._mask_words], axis=0).tolist()
         mask = sum(word << (_MASK_BITS * number) for number, word in enumerate(words))
         present = [bool(mask >> index & 1) for index in range(self._count)]
-        outcome = Outcome(weight, divisor, present, rows[:, at + self._mask_words :])
+        outcome = Outcome(views, weight, divisor, present, rows[:, at + self._mask_words :])
         if rows[:, 1].any():
             everyone = [leaf for raw in self.peers.gather(key, pack(self._sparse)) for leaf in unpack(raw)]
             outcome.sparse = add_sparse(everyone, self._plan.leaves, divisor, self._device)

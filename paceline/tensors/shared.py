@@ -1,9 +1,10 @@
 """Peers on one machine: gradients are added where they lie, in shared memory.
 
-Each worker fills its own slab. Once all have arrived, everybody adds the slabs in tree order
-straight into private memory (two workers, or little to add), or each adds its own segment and all
-copy the result (more workers: fewer bytes read). No second copy of the slabs is needed: a worker
-writes its slab again only after all have said that they read the last one, which by then they have.
+Each worker fills its own slab. Once all have arrived, each adds one segment of the slabs in tree order
+and writes the sum into every worker's result: each slab is read once, each result written once, and
+those are all the bytes that move. (Little is added by everybody for itself: that saves a barrier.)
+A result lies in shared memory but belongs to its worker: others write it only while that worker waits
+inside a reduce, so what the script does to its gradients in between is its own business.
 
 Words that workers wait on lie on cache lines of their own. The agent's abort word ends every wait.
 """
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.tensors.layout import Layout
-from paceline.tensors.peers import Lanes, Parts, Watch, add_in_order, check_keys
+from paceline.tensors.peers import Lanes, Parts, TreeSum, Watch, check_keys, chunks
 from paceline.tensors.segment import Segment, aligned, wait_until, wake
 from paceline.tensors.tree import Plan
 
@@ -26,11 +27,11 @@ Allocate = Callable[[str, int], int]
 """(name, size) → a descriptor of shared memory, the same for every worker that asks by that name."""
 
 _LINE = 64
-_ARRIVED, _MIDDLE, _READ, _KEY = range(4)  # one cache line each
-_ROW = 4 * _LINE
+_ARRIVED, _DONE, _KEY = range(3)  # one cache line each
+_ROW = 3 * _LINE
 _MAILBOX = 256 << 10
-_DIRECT_BYTES = 256 << 10
-"""Below this, one barrier and a few more bytes read beat two barriers."""
+_LITTLE_BYTES = 256 << 10
+"""Up to this, one barrier and a few more bytes read beat two barriers."""
 
 
 class SharedPeers:
@@ -44,14 +45,15 @@ class SharedPeers:
         self._number = 0
         self._may_write = True
         words = self._meet.words(0, size * _ROW // 8)
-        self._columns = [words[line * _LINE // 8 :: _ROW // 8] for line in range(4)]
+        self._columns = [words[line * _LINE // 8 :: _ROW // 8] for line in range(3)]
         self._boxes = [self._meet.raw(size * _ROW + k * _MAILBOX, _MAILBOX) for k in range(size)]
         self._layout: Layout | None = None
         self._plan = Plan.of(1, 1)
         self._slabs: list[list[list[torch.Tensor]]] = []
-        self._result: list[torch.Tensor] = []
+        self._results: dict[int, list[list[torch.Tensor]]] = {}
+        self._sums: dict[tuple[int, Plan], list[TreeSum]] = {}
         self._lanes: list[NDArray[np.int64]] = []
-        self._reserved = (0, 0, 0)
+        self._reserved = (0, 0)
         self._grown = 0
 
     # words
@@ -74,7 +76,7 @@ class SharedPeers:
     def _before_writing(self) -> None:
         """Nobody still reads what this worker is about to overwrite."""
         if not self._may_write:
-            self._await(_READ, self._number - 1)
+            self._await(_DONE, self._number - 1)
             self._may_write = True
 
     def _begin(self) -> None:
@@ -93,13 +95,13 @@ class SharedPeers:
     def _reserve(self, plan: Plan, layout: Layout, lanes: int) -> None:
         """Slabs for every worker's partial sums; grown together when a plan needs more."""
         parts, known_lanes = max(plan.most_parts, self._reserved[0]), max(lanes, self._reserved[1])
-        if layout is self._layout and (parts, known_lanes) == self._reserved[:2]:
+        if layout is self._layout and (parts, known_lanes) == self._reserved:
             return
-        slab = aligned(layout.nbytes)
-        lane_bytes = aligned(known_lanes * 8)
-        size = self.size * (parts * slab + lane_bytes) + slab
-        segment = Segment(self._allocate(f"{self._name}/slabs-{self._grown}", size), size)
-        self._grown += 1
+        if layout is not self._layout:
+            self._results = {}
+        self._layout, self._reserved, self._sums = layout, (parts, known_lanes), {}
+        slab, lane_bytes = aligned(layout.nbytes), aligned(known_lanes * 8)
+        segment = self._new_segment(self.size * (parts * slab + lane_bytes))
         at = 0
         self._slabs, self._lanes = [], []
         for _ in range(self.size):
@@ -107,8 +109,19 @@ class SharedPeers:
             at += lane_bytes
             self._slabs.append([_flats(segment, at + part * slab, layout) for part in range(parts)])
             at += parts * slab
-        self._result = _flats(segment, at, layout)
-        self._layout, self._reserved = layout, (parts, known_lanes, self._grown)
+
+    def _result(self, call: int) -> list[list[torch.Tensor]]:
+        """Each worker's flats for the totals of this call."""
+        assert self._layout is not None
+        if call not in self._results:
+            slab = aligned(self._layout.nbytes)
+            segment = self._new_segment(self.size * slab)
+            self._results[call] = [_flats(segment, worker * slab, self._layout) for worker in range(self.size)]
+        return self._results[call]
+
+    def _new_segment(self, size: int) -> Segment:
+        self._grown += 1
+        return Segment(self._allocate(f"{self._name}/memory-{self._grown}", size), size)
 
     def post(self, bucket: int) -> None:
         return
@@ -121,30 +134,36 @@ class SharedPeers:
         self._arrive(key)
         return np.stack([row[: len(lanes)] for row in self._lanes])
 
-    def total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+    def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         assert self._layout is not None
-        if self.size == 2 or self._layout.nbytes <= _DIRECT_BYTES:
-            for index, flat in enumerate(out):
-                add_in_order(self._sources(index), self._plan, flat, divisor)
-        else:
-            self._total_by_segments(out, divisor)
-        self._say(_READ)
+        results = self._result(call)
+        if (call, self._plan) not in self._sums:
+            self._sums[call, self._plan] = self._sum_into(results)
+        for tree_sum in self._sums[call, self._plan]:
+            tree_sum.add(divisor)
+        self._say(_DONE)
+        if not self._little:
+            self._await(_DONE, self._number)
+            self._may_write = True
+        return results[self.rank]
 
-    def _total_by_segments(self, out: Sequence[torch.Tensor], divisor: float) -> None:
-        for index, flat in enumerate(self._result):
-            lines = -(-flat.numel() // 16)
-            first = min(lines * self.rank // self.size * 16, flat.numel())
-            last = min(lines * (self.rank + 1) // self.size * 16, flat.numel())
-            if first < last:
-                mine = [source[first:last] for source in self._sources(index)]
-                add_in_order(mine, self._plan, flat[first:last], divisor)
-        self._say(_MIDDLE)
-        self._await(_MIDDLE, self._number)
-        for target, result in zip(out, self._result, strict=True):
-            target.copy_(result)
+    @property
+    def _little(self) -> bool:
+        return self._layout is not None and self._layout.nbytes <= _LITTLE_BYTES
 
-    def _sources(self, flat: int) -> list[torch.Tensor]:
-        return [self._slabs[worker][part][flat] for worker, part in self._plan.owners]
+    def _sum_into(self, results: list[list[torch.Tensor]]) -> list[TreeSum]:
+        """This worker's part of the work, the last chunks first: what was written last is still cached."""
+        assert self._layout is not None
+        (root,) = self._plan.roots
+        sums = []
+        for index, (_, count) in reversed(list(enumerate(self._layout.flats))):
+            sources = [self._slabs[worker][part][index] for worker, part in self._plan.owners]
+            if self._little:
+                sums.append(TreeSum(sources, root.steps, [results[self.rank][index]]))
+            else:
+                windows = chunks(count)[self.rank :: self.size][::-1]
+                sums.append(TreeSum(sources, root.steps, [result[index] for result in results], windows))
+        return sums
 
     # messages
 
@@ -163,7 +182,7 @@ class SharedPeers:
                 size = int.from_bytes(other[:8], "little")
                 longest = max(longest, size)
                 got[worker] += other[8 : 8 + max(0, min(_MAILBOX - 8, size - sent))]
-            self._say(_READ)
+            self._say(_DONE)
             sent += _MAILBOX - 8
         return [bytes(part) for part in got]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 Range = tuple[int, int]
 
@@ -46,13 +46,13 @@ Step = tuple[int, int, int]
 
 
 @lru_cache(maxsize=256)
-def program(cover: tuple[Range, ...], leaves: int) -> tuple[Step, ...]:
-    """The additions that turn a cover of the tree by whole subtrees into the total.
+def program(cover: tuple[Range, ...], root: Range) -> tuple[Step, ...]:
+    """The additions that turn a cover of the node `root` by whole subtrees into its sum.
 
     Registers 0 … len(cover)-1 hold the cover's sums and are never written; the last addition is the
-    total. One part alone needs no addition.
+    root's. One part alone needs no addition.
 
-    >>> program(((0, 2), (2, 3)), 3)
+    >>> program(((0, 2), (2, 3)), (0, 3))
     ((0, 1, 2),)
     """
     register = {node: index for index, node in enumerate(cover)}
@@ -68,14 +68,26 @@ def program(cover: tuple[Range, ...], leaves: int) -> tuple[Step, ...]:
         steps.append((left, right, len(cover) + len(steps)))
         return steps[-1][2]
 
-    if leaves:
-        sum_of(0, leaves)
+    if root[0] < root[1]:
+        sum_of(*root)
     return tuple(steps)
 
 
 @dataclass(frozen=True)
+class Root:
+    """A node that some workers can add up by themselves: which of their parts, and how."""
+
+    sources: tuple[int, ...]
+    """Numbers of the parts, in the order of `Plan.cover`."""
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Who adds what at one reduce point: the leaves, each worker's range, and the whole cover."""
+    """Who adds what at one reduce point: the leaves of the tree and each worker's range of them.
+
+    The ranges follow each other. They hold all leaves, or those of one machine (`among`).
+    """
 
     leaves: int
     ranges: tuple[Range, ...]
@@ -85,27 +97,56 @@ class Plan:
     def of(leaves: int, workers: int) -> Plan:
         return Plan(leaves, tuple(deal(leaves, workers)))
 
+    def among(self, first: int, last: int) -> Plan:
+        """The part of the plan that these workers carry."""
+        return Plan(self.leaves, self.ranges[first:last])
+
+    def by_machine(self, sizes: tuple[int, ...]) -> Plan:
+        """The same leaves with each machine, of so many workers, as one worker."""
+        cuts = [sum(sizes[:machine]) for machine in range(len(sizes) + 1)]
+        return Plan(
+            self.leaves,
+            tuple((self.ranges[a][0], self.ranges[b - 1][1]) for a, b in zip(cuts, cuts[1:], strict=False)),
+        )
+
     def parts(self, worker: int) -> list[Range]:
         """The whole subtrees that this worker adds up by itself."""
-        return whole_subtrees(*self.ranges[worker], 0, self.leaves)
+        return self._parts[worker]
 
-    @property
+    @cached_property
+    def _parts(self) -> list[list[Range]]:
+        return [whole_subtrees(lo, hi, 0, self.leaves) for lo, hi in self.ranges]
+
+    @cached_property
     def cover(self) -> tuple[Range, ...]:
-        return tuple(part for worker in range(len(self.ranges)) for part in self.parts(worker))
+        return tuple(part for parts in self._parts for part in parts)
 
-    @property
+    @cached_property
     def owners(self) -> tuple[tuple[int, int], ...]:
         """For each part of the cover: (worker, its number among that worker's parts)."""
-        return tuple((w, k) for w in range(len(self.ranges)) for k in range(len(self.parts(w))))
+        return tuple((worker, k) for worker, parts in enumerate(self._parts) for k in range(len(parts)))
 
-    @property
+    @cached_property
     def most_parts(self) -> int:
-        return max(len(self.parts(worker)) for worker in range(len(self.ranges)))
+        return max(map(len, self._parts))
+
+    @cached_property
+    def roots(self) -> tuple[Root, ...]:
+        """The largest nodes these workers can add up: the whole tree, if they carry all of it."""
+        nodes = whole_subtrees(self.ranges[0][0], self.ranges[-1][1], 0, self.leaves)
+        roots = []
+        for a, b in nodes:
+            sources = tuple(k for k, part in enumerate(self.cover) if a <= part[0] and part[1] <= b)
+            roots.append(Root(sources, program(tuple(self.cover[k] for k in sources), (a, b))))
+        return tuple(roots)
 
 
 def fold_scalars(values: Sequence[float], plan: Plan) -> float:
-    """The total of one number per part of the cover, in tree order."""
+    """The total of one number per part of a complete cover, in tree order."""
+    if not values:
+        return 0.0
+    (root,) = plan.roots
     registers = list(values)
-    for left, right, _ in program(plan.cover, plan.leaves):
+    for left, right, _ in root.steps:
         registers.append(registers[left] + registers[right])
-    return registers[-1] if registers else 0.0
+    return registers[-1]
