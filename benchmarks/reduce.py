@@ -53,7 +53,8 @@ def paceline_side(folder: str) -> None:
     gradient, out = torch.full((FLOATS,), 1.0 + peers.rank), [torch.empty(0)]
 
     def fill() -> None:
-        peers.open(plan, layout, 1)[0][0][:FLOATS] = gradient
+        peers.open(plan, layout, 1)
+        peers.parts()[0][0][:FLOATS] = gradient
 
     def reduce() -> None:
         peers.exchange(1, np.zeros(1, dtype=np.int64))

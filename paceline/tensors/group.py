@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import PeerLostError
 from paceline.tensors.layout import Layout
-from paceline.tensors.peers import Lanes, Parts, Totals, TreeSum, Watch, check_keys
+from paceline.tensors.peers import Lanes, Memory, Parts, Watch, check_keys
+from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Plan
 
 _TIMEOUT = timedelta(minutes=30)
@@ -45,22 +46,18 @@ class GroupPeers:
         self._data, self._control, self._watch = data, control, watch
         self._layout: Layout | None = None
         self._plan = Plan.of(1, 1)
-        self._memory: list[list[torch.Tensor]] = []
-        self._parts: Parts = []
         self._sent: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._totals = Totals(device)
+        self._parts, self._totals = Memory(device), Memory(device)
 
     # sums
 
-    def open(self, plan: Plan, layout: Layout, lanes: int) -> Parts:
-        if layout is not self._layout:
-            self._layout, self._memory = layout, []
+    def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
+        self._plan, self._layout, self._sent = plan, layout, {}
+        self._parts.open(layout)
         self._totals.open(layout)
-        count = len(plan.parts(self.rank))
-        while len(self._memory) < count:
-            self._memory.append(layout.allocate(self.device))
-        self._plan, self._parts, self._sent = plan, self._memory[:count], {}
-        return self._parts
+
+    def parts(self) -> Parts:
+        return [self._parts.of(number) for number in range(len(self._plan.parts(self.rank)))]
 
     def _segment(self, bucket: int) -> int:
         """Elements of each worker's segment of this bucket, padded so that all are equal."""
@@ -77,7 +74,7 @@ class GroupPeers:
         dtype = self._layout.flats[at.flat][0]
         # Laid out by destination: for each owner, this worker's partial sums of the owner's segment.
         outgoing = torch.zeros(self.size, mine, segment, dtype=dtype, device=self.device)
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts()):
             row = torch.zeros(padded, dtype=dtype, device=self.device)
             row[:size] = part[at.flat][at.start : at.stop]
             outgoing[:, number] = row.view(self.size, segment)

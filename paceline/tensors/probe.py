@@ -29,7 +29,8 @@ def probe(peers: Peers) -> float:
     ramp = torch.arange(_NUMBERS, dtype=torch.float32, device=peers.device) % 1024
     best = float("inf")
     for turn in range(20):
-        parts = peers.open(plan, layout, 1)
+        peers.open(plan, layout, 1)
+        parts = peers.parts()
         for number, (a, b) in enumerate(plan.parts(peers.rank)):
             parts[number][0].copy_(ramp * sum(leaf + turn for leaf in range(a, b)))
         start = time.perf_counter()

@@ -90,9 +90,8 @@ class Reducer:
         """A reduce point begins."""
         self._plan = plan
         self._lane_count = _WEIGHTS_AT + plan.most_parts + self._mask_words + lanes
-        self._targets = self.peers.open(plan, self.layout, self._lane_count)
+        self.peers.open(plan, self.layout, self._lane_count)
         ranges = plan.parts(self.peers.rank)
-        self._parts = self._device_parts(len(ranges)) if self._staged else self._targets
         self._todo = [
             (leaf, number, merges, leaf == part[1] - 1)
             for number, part in enumerate(ranges)
@@ -107,10 +106,12 @@ class Reducer:
         self._early: set[int] = set()
         self._left: dict[int, list[tuple[torch.Tensor | None, int]]] = {}
 
-    def _device_parts(self, count: int) -> Parts:
-        while len(self._own_parts) < count:
+    def _part(self, number: int) -> list[torch.Tensor]:
+        if not self._staged:
+            return self.peers.parts()[number]
+        while len(self._own_parts) <= number:
             self._own_parts.append(self.layout.allocate(self._device))
-        return self._own_parts[:count]
+        return self._own_parts[number]
 
     def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(flat.data_ptr() for flat in flats)
@@ -182,7 +183,8 @@ class Reducer:
     ) -> None:
         """Complete a part's sum in one bucket; the sums on the stack are read, never changed."""
         indices, leaf = self._in_bucket[bucket], _weighted(grads, weight)
-        target = self._views(self._parts[part])
+        flats = self._part(part)
+        target = self._views(flats)
         mine = [target[index] for index in indices]
         if not merges:
             _copy(mine, leaf)
@@ -191,12 +193,12 @@ class Reducer:
             for index, view, grad in zip(indices, mine, leaf, strict=True):
                 torch.add(top[index], 0.0 if grad is None else grad, out=view)
             at = self.layout.buckets[bucket]
-            flat = self._parts[part][at.flat][at.start : at.stop]
+            flat = flats[at.flat][at.start : at.stop]
             for level in range(self._depth - 2, self._depth - 1 - merges, -1):
                 torch.add(self._levels[level][at.flat][at.start : at.stop], flat, out=flat)
         if self._staged:
             at = self.layout.buckets[bucket]
-            self._targets[part][at.flat][at.start : at.stop].copy_(self._parts[part][at.flat][at.start : at.stop])
+            self.peers.parts()[part][at.flat][at.start : at.stop].copy_(flats[at.flat][at.start : at.stop])
 
     def finish_early(self, bucket: int, grad_of: Callable[[int], torch.Tensor | None], weight: float) -> bool:
         """This bucket's gradients of the last share are complete: let it leave now, if it can."""

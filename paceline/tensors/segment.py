@@ -52,35 +52,61 @@ class Segment:
         return memoryview(self._map)[offset : offset + size]
 
 
-def wake(address: int) -> None:
-    """Wake whoever waits on the 32-bit word at this address."""
-    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, 1 << 30, None, None, 0)
+class Words:
+    """Counters that workers wait on: a row for each worker, each word on a cache line of its own."""
 
+    def __init__(
+        self, segment: Segment, rank: int, size: int, columns: int, check: Callable[[float, int], None]
+    ) -> None:
+        self._rank, self._row, self._check = rank, columns * ALIGN, check
+        self._address = segment.address
+        words = segment.words(0, size * self._row // 8)
+        self._columns = [words[column * ALIGN // 8 :: self._row // 8] for column in range(columns)]
+        self.waited_s = 0.0
 
-def wait_until(
-    words: NDArray[np.int64], address: int, stride: int, number: int, check: Callable[[float, int], None]
-) -> float:
-    """Wait until every word has reached `number`; return the seconds it took.
+    @staticmethod
+    def nbytes(size: int, columns: int) -> int:
+        return size * columns * ALIGN
 
-    A short spin that yields the core, then a sleep on the first laggard's word. `check(seconds,
-    laggard)` is called at least every 10 ms and ends the wait by raising.
-    """
-    start = time.perf_counter()
-    for _ in range(_SPINS):
+    def write(self, column: int, number: int) -> None:
+        self._columns[column][self._rank] = number
+
+    def read(self, column: int) -> list[int]:
+        numbers: list[int] = self._columns[column].tolist()
+        return numbers
+
+    def say(self, column: int, number: int) -> None:
+        """Set the own word and wake whoever waits on it."""
+        self.write(column, number)
+        address = self._address + self._rank * self._row + column * ALIGN
+        _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, 1 << 30, None, None, 0)
+
+    def wait(self, column: int, number: int) -> None:
+        """Until every worker's word has reached `number`.
+
+        A short spin that yields the core, then a sleep on the first laggard's word. `check(seconds,
+        laggard)` is called at least every 10 ms and ends the wait by raising.
+        """
+        words = self._columns[column]
         if int(words.min()) >= number:
-            return time.perf_counter() - start
-        os.sched_yield()
-    for laggard in range(len(words)):
-        while (seen := int(words[laggard])) < number:
-            check(time.perf_counter() - start, laggard)
-            # Sleeps only if the word is still what we saw: a wake between the two cannot be missed.
-            _libc.syscall(
-                _SYS_FUTEX,
-                ctypes.c_void_p(address + laggard * stride),
-                _FUTEX_WAIT,
-                ctypes.c_int(seen & 0x7FFFFFFF),
-                _SLICE,
-                None,
-                0,
-            )
-    return time.perf_counter() - start
+            return
+        start = time.perf_counter()
+        for _ in range(_SPINS):
+            os.sched_yield()
+            if int(words.min()) >= number:
+                self.waited_s += time.perf_counter() - start
+                return
+        for laggard in range(len(words)):
+            while (seen := int(words[laggard])) < number:
+                self._check(time.perf_counter() - start, laggard)
+                # Sleeps only if the word is still what we saw: a wake between the two cannot be missed.
+                _libc.syscall(
+                    _SYS_FUTEX,
+                    ctypes.c_void_p(self._address + laggard * self._row + column * ALIGN),
+                    _FUTEX_WAIT,
+                    ctypes.c_int(seen & 0x7FFFFFFF),
+                    _SLICE,
+                    None,
+                    0,
+                )
+        self.waited_s += time.perf_counter() - start
