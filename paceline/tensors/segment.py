@@ -38,12 +38,13 @@ class Segment:
         self.size = size
         self._map = mmap.mmap(fd, size)
         os.close(fd)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address = self._bytes.data_ptr()
+        self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        size = count * dtype.itemsize
-        return self._bytes[offset : offset + size].view(dtype)
+        """With a storage of its own: torch cannot save views of several types of one."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
     def words(self, offset: int, count: int) -> NDArray[np.int64]:
         return np.frombuffer(self._map, dtype=np.int64, count=count, offset=offset)

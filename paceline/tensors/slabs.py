@@ -43,6 +43,8 @@ class Slabs:
 
     def _flats_of_workers(self, count: int) -> list[list[Flats]]:
         """Shared memory for so many sets of flats for each worker."""
+        if not count:
+            return [[] for _ in range(self._size)]
         nbytes = aligned(self.layout.nbytes)
         segment = self._allocate(self._size * count * nbytes)
         return [
@@ -71,8 +73,9 @@ class Slabs:
 
     def _cut(self, plan: Plan, results: list[list[Flats]], to: tuple[int, ...]) -> list[TreeSum]:
         """This worker's share of the work."""
-        if self.little:
-            to = (self._rank,) if self._rank in to else ()
+        if self.little and self._rank not in to:
+            return []
+        to = (self._rank,) if self.little else to
         scratch, sums = Scratch(), []
         for flat, (_, count) in enumerate(self.layout.flats):
             for window in chunks(count) if self.little else chunks(count)[self._rank :: self._size]:

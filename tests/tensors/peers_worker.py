@@ -26,12 +26,13 @@ import torch.distributed as dist
 from paceline.errors import PeerLostError
 from paceline.tensors.group import GroupPeers, gloo
 from paceline.tensors.layout import Layout
+from paceline.tensors.machines import MachinePeers, watches
 from paceline.tensors.peers import Peers
 from paceline.tensors.shared import SharedPeers
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import tree_sum
 
-SEGMENTS = ["meet", *(f"slabs-{number}" for number in range(8))]
+SEGMENTS = [f"machine-{machine}/memory-{number}" for machine in range(2) for number in range(1, 65)]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -79,7 +80,8 @@ def totals(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
     results = []
     for turn, leaves in enumerate(ask["leaves"]):
         plan = Plan.of(leaves, peers.size)
-        parts = peers.open(plan, layout, 2)
+        peers.open(plan, layout, 2)
+        parts = peers.parts()
         if ask.get("early"):
             for flats in parts:
                 for flat in flats:
@@ -94,8 +96,7 @@ def totals(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
         rows = peers.exchange(turn, np.array([peers.rank * 10 + turn, -1 << 62], dtype=np.int64))
         if ask.get("early"):
             peers.repost(range(len(layout.buckets)))
-        out = layout.allocate()
-        peers.total(out, ask["divisor"])
+        out = peers.total(turn, ask["divisor"])
         # The result is private: another's writing in the next turn must not reach it.
         results.append({"views": layout.views(out), "rows": rows.tolist()})
     for result in results:
@@ -137,7 +138,8 @@ def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
             continue
         leaves = peers.size + turn % 4
         plan = Plan.of(leaves, peers.size)
-        parts = peers.open(plan, layout, 1)
+        peers.open(plan, layout, 1)
+        parts = peers.parts()
         for flats, (a, b) in zip(parts, plan.parts(peers.rank), strict=True):
             flats[0].fill_(sum(leaf + turn for leaf in range(a, b)))
         _post_all(peers, layout)
@@ -146,8 +148,7 @@ def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
         rows = peers.exchange(turn, np.array([turn * 100 + peers.rank], dtype=np.int64))
         if rng.random() < 0.2:
             time.sleep(rng.random() * 0.003)
-        out = layout.allocate()
-        peers.total(out, 1.0)
+        out = peers.total(turn % 2, 1.0)
         want = float(sum(leaf + turn for leaf in range(leaves)))
         fine = bool((out[0] == want).all())
         if not fine or rows[:, 0].tolist() != [turn * 100 + worker for worker in range(peers.size)]:
@@ -158,6 +159,7 @@ def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
 def keys(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
     """Every worker comes to the meeting of its own key, by a reduce point or by a gather."""
     key, way = ask["keys"][peers.rank], ask["ways"][peers.rank]
+    watch.patience = 100  # a second, where the machine that knows is another one: the run's abort word ends it there
     try:
         if way == "gather":
             peers.gather(key, b"hello")
@@ -166,6 +168,8 @@ def keys(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
             peers.open(Plan.of(peers.size, peers.size), layout, 6)
             peers.post(0)
             peers.exchange(key, np.arange(6, dtype=np.int64))
+    except (PeerLostError, Ended):
+        return "gave up"
     except Mismatch as error:
         return json.loads(str(error))
     return "met"
@@ -216,16 +220,34 @@ SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
 # processes
 
 
+def machine_sizes(kind: str, size: int) -> tuple[int, ...]:
+    """Workers of each machine: "machines" cuts in two halves, "machines-1" leaves the first one a single worker."""
+    first = 1 if kind == "machines-1" else (size + 1) // 2
+    return (first, size - first) if size > first else (size,)
+
+
 def build(ask: dict[str, Any], rank: int, watch: Watch, segments: dict[str, int]) -> Peers:
     size, device = ask["size"], torch.device("cpu")
+
+    def allocate(name: str, bytes_needed: int) -> int:
+        fd = segments[name]
+        os.ftruncate(fd, bytes_needed)
+        return os.dup(fd)
+
     if ask["kind"] == "shared":
-
-        def allocate(name: str, bytes_needed: int) -> int:
-            fd = segments[name.removeprefix("term-1/")]
-            os.ftruncate(fd, bytes_needed)
-            return os.dup(fd)
-
-        return SharedPeers(rank, size, "term-1", allocate, watch)
+        return SharedPeers(rank, size, "machine-0", allocate, watch)
+    if ask["kind"].startswith("machines"):
+        sizes = machine_sizes(ask["kind"], size)
+        machine = next(k for k in range(len(sizes)) if rank < sum(sizes[: k + 1]))
+        inside, between = watches(watch, machine, sizes)
+        local = SharedPeers(rank - sum(sizes[:machine]), sizes[machine], f"machine-{machine}", allocate, inside)
+        across = None
+        if local.rank == 0:
+            store = dist.FileStore(str(Path(ask["folder"], "store")), len(sizes))
+            control = gloo(dist.PrefixStore("control", store), machine, len(sizes))
+            data = gloo(dist.PrefixStore("data", store), machine, len(sizes))
+            across = GroupPeers(machine, len(sizes), data, control, between, device)
+        return MachinePeers(machine, sizes, local, across, watch)
     store = dist.FileStore(str(Path(ask["folder"], "store")), size)
     control = gloo(dist.PrefixStore("control", store), rank, size)
     data = gloo(dist.PrefixStore("data", store), rank, size)

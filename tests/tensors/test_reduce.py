@@ -43,9 +43,8 @@ def reduce(
     for leaf in range(*plan.ranges[peers.rank]):
         before_fold(reducer, leaf)
         reducer.fold(leaf, shares[leaf], weights[leaf])
-    out = reducer.layout.allocate()
-    outcome = reducer.commit(7, lanes, mean, scale, out)
-    return reducer.layout.views(out), outcome
+    outcome = reducer.commit(7, 0, lanes, mean, scale)
+    return outcome.views, outcome
 
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-3, 3e38, 1e-45, 1e16, -1e16, 0.1]
@@ -174,7 +173,6 @@ def test_presence_reaches_beyond_one_word() -> None:
 def test_memory_of_the_last_point_does_not_shine_through() -> None:
     """The same reducer, twice: a gradient of the first point is absent in the second."""
     reducer = Reducer([torch.empty(2), torch.empty(3)], 2, Alone(CPU))
-    out = reducer.layout.allocate()
     for shares, want in (
         ([[torch.ones(2), torch.ones(3)]] * 3, ([3.0, 3.0], [3.0, 3.0, 3.0])),
         ([[None, torch.ones(3)], [None, None], [torch.full((2,), 5.0), None]], ([5.0, 5.0], [1.0, 1.0, 1.0])),
@@ -183,21 +181,20 @@ def test_memory_of_the_last_point_does_not_shine_through() -> None:
         reducer.open(Plan.of(3, 1), 0)
         for leaf, grads in enumerate(shares):
             reducer.fold(leaf, grads, 1.0)
-        reducer.commit(1, [], False, 1.0, out)
-        assert tuple(view.tolist() for view in reducer.layout.views(out)) == want
+        outcome = reducer.commit(1, 0, [], False, 1.0)
+        assert tuple(view.tolist() for view in outcome.views) == want
 
 
 def test_plans_of_other_sizes_follow_each_other() -> None:
     reducer = Reducer([torch.empty(4)], 1, Alone(CPU))
     for leaves in (5, 1, 8, 2, 7):
-        out = reducer.layout.allocate()
         values = list(torch.randn(leaves, 4))
         reducer.open(Plan.of(leaves, 1), 0)
         for leaf, value in enumerate(values):
             assert reducer.on_last_leaf == (leaf == leaves - 1)
             reducer.fold(leaf, [value.clone()], 1.0)
-        reducer.commit(1, [], False, 1.0, out)
-        assert same(reducer.layout.views(out)[0], tree_sum(values))
+        outcome = reducer.commit(1, 0, [], False, 1.0)
+        assert same(outcome.views[0], tree_sum(values))
 
 
 def test_gradients_are_read_never_changed() -> None:
@@ -213,7 +210,7 @@ def test_shares_out_of_order_are_refused() -> None:
     with pytest.raises(AssertionError, match="share 1 came when 0 was due"):
         reducer.fold(1, [torch.ones(1)], 1.0)
     with pytest.raises(AssertionError, match="a share is missing"):
-        reducer.commit(1, [], True, 1.0, reducer.layout.allocate())
+        reducer.commit(1, 0, [], True, 1.0)
 
 
 def test_strides_of_gradient_and_parameter_may_differ() -> None:
@@ -358,13 +355,12 @@ def test_the_peers_of_these_tests_would_show_a_bucket_that_is_not_sent_again() -
 
     def work(peers: Member) -> list[float]:
         layout = Layout.of([torch.empty(1)])
-        parts = peers.open(Plan.of(2, 2), layout, 0)
+        peers.open(Plan.of(2, 2), layout, 0)
+        parts = peers.parts()
         parts[0][0].fill_(1.0)
         peers.post(0)
         parts[0][0].fill_(5.0)
-        out = layout.allocate()
-        peers.total(out, 1.0)
-        return out[0][:1].tolist()
+        return peers.total(0, 1.0)[0][:1].tolist()
 
     assert together(2, work) == [[2.0], [2.0]]
 
@@ -417,9 +413,7 @@ def test_a_share_of_no_weight_is_absent_whether_its_bucket_left_early_or_not(gra
         if early:
             reducer.finish_early(0, [param.grad].__getitem__, 0.0)
         reducer.fold(1, [None], 0.0)
-        out = reducer.layout.allocate()
-        reducer.commit(1, [], True, 1.0, out)
-        results.append(reducer.layout.views(out)[0])
+        results.append(reducer.commit(1, 0, [], True, 1.0).views[0])
     assert bits(results[0]) == bits(zeros(1.0))
     assert same(results[0], results[1])
 

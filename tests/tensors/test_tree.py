@@ -31,7 +31,9 @@ def flat(tree: Any) -> list[int]:
 
 def evaluate(plan: Plan, sums: list[Any], add: Any) -> Any:
     registers = list(sums)
-    for left, right, target in program(plan.cover, plan.leaves):
+    (root,) = plan.roots
+    assert root.sources == tuple(range(len(plan.cover)))
+    for left, right, target in root.steps:
         assert target == len(registers), "registers are written once, in order"
         registers.append(add(registers[left], registers[right]))
     return registers[-1]
@@ -107,18 +109,44 @@ def test_any_deal_gives_the_expression_of_one_worker(case: tuple[int, int]) -> N
 @given(deals)
 def test_a_program_never_writes_its_inputs_and_ends_with_the_total(case: tuple[int, int]) -> None:
     plan = Plan.of(*case)
-    steps = program(plan.cover, plan.leaves)
+    steps = program(plan.cover, (0, plan.leaves))
     assert len(steps) == len(plan.cover) - 1
     assert [target for _, _, target in steps] == list(range(len(plan.cover), 2 * len(plan.cover) - 1))
 
 
+@given(deals, st.data())
+def test_machines_that_add_up_their_own_parts_give_the_expression_of_one_worker(
+    case: tuple[int, int], data: st.DataObject
+) -> None:
+    plan = Plan.of(*case)
+    workers = len(plan.ranges)
+    cuts = (
+        sorted(data.draw(st.sets(st.integers(1, max(1, workers - 1)), max_size=4)) - {workers}) if workers > 1 else []
+    )
+    edges = [0, *cuts, workers]
+    sizes = tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+    whole = plan.by_machine(sizes)
+    sums = []
+    for machine, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+        local = plan.among(first, last)
+        assert len(local.roots) == len(whole.parts(machine)), "a machine's sums are its parts among the machines"
+        for root, (a, b) in zip(local.roots, whole.parts(machine), strict=True):
+            registers = [expression(*local.cover[k]) for k in root.sources]
+            for left, right, target in root.steps:
+                assert target == len(registers)
+                registers.append((registers[left], registers[right]))
+            assert registers[-1] == expression(a, b)
+            sums.append(registers[-1])
+    assert evaluate(whole, sums, pair) == expression(0, plan.leaves)
+
+
 def test_a_cover_with_a_hole_is_refused() -> None:
     with pytest.raises(ValueError, match="leaf 2 is in no part"):
-        program(((0, 2), (3, 4)), 4)
+        program(((0, 2), (3, 4)), (0, 4))
 
 
 def test_no_leaves_need_no_additions() -> None:
-    assert program((), 0) == ()
+    assert program((), (0, 0)) == ()
 
 
 @given(some_deals, st.integers(0, 2**31))

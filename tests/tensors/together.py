@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from paceline.tensors.layout import Layout
-from paceline.tensors.peers import Parts, add_in_order
+from paceline.tensors.peers import Parts
+from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Plan
 
 CPU = torch.device("cpu")
@@ -44,10 +45,12 @@ class Member:
         self.posted: list[int] = []
         self.reposted: list[int] = []
 
-    def open(self, plan: Plan, layout: Layout, lanes: int) -> Parts:
+    def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
         self._plan, self._layout, self._lanes = plan, layout, lanes
         self._parts = [layout.allocate() for _ in plan.parts(self.rank)]
         self.posted, self.reposted = [], []
+
+    def parts(self) -> Parts:
         return self._parts
 
     def post(self, bucket: int) -> None:
@@ -70,13 +73,16 @@ class Member:
         assert {other for other, _ in everyone} == {key}
         return np.stack([row for _, row in everyone])
 
-    def total(self, out: Sequence[torch.Tensor], divisor: float) -> None:
+    def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         assert sorted(self.posted) == list(range(len(self._layout.buckets)))
         self._table.barrier.wait()
+        out = self._layout.allocate()
+        (root,) = self._plan.roots
         for bucket, at in enumerate(self._layout.buckets):
             sources = [self._table.sent[worker][bucket][part] for worker, part in self._plan.owners]
-            add_in_order(sources, self._plan, out[at.flat][at.start : at.stop], divisor)
+            TreeSum(sources, root.steps, [out[at.flat][at.start : at.stop]]).add(divisor)
         self._table.barrier.wait()
+        return out
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         return self._table.all_say(self.rank, payload)
