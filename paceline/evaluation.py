@@ -22,6 +22,7 @@ from paceline.data.order import mix
 from paceline.data.random import seeded, set_seed
 from paceline.errors import UsageError
 from paceline.session import user_line
+from paceline.tensors.peers import TermEnded
 
 if TYPE_CHECKING:
     from paceline.run import Run
@@ -51,6 +52,15 @@ class _Array(msgspec.Struct, array_like=True):
     raw: bytes
 
 
+def again(run: Run, action: Callable[[], Any]) -> Any:
+    """A worker that dies takes its batches' results with it: the rest deal them out anew."""
+    while True:
+        try:
+            return action()
+        except TermEnded:
+            run.terms.next()
+
+
 def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict[str, float]:
     mine: list[tuple[int, dict[str, float]]] = []
     with _at_evaluation(run, "evaluate()"):
@@ -62,7 +72,7 @@ def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict
                     'dict of sums over its batch, such as {"correct": …, "count": len(y)}'
                 )
             mine.append((number, {name: float(value) for name, value in sums.items()}))
-        payloads = run.peers.gather(_KEY, msgspec.msgpack.encode(mine))
+        payloads = run.terms.meeting.gather(_KEY, msgspec.msgpack.encode(mine))
     parts = sorted(
         (part for raw in payloads for part in msgspec.msgpack.decode(raw, type=list[tuple[int, dict[str, float]]])),
         key=lambda part: part[0],
@@ -84,7 +94,7 @@ def predict(run: Run, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.T
             value = value.detach().cpu().contiguous()
             raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
             mine.append(_Array(number, str(value.dtype), list(value.shape), raw))
-        payloads = run.peers.gather(_KEY, msgspec.msgpack.encode(mine))
+        payloads = run.terms.meeting.gather(_KEY, msgspec.msgpack.encode(mine))
     arrays = [item for raw in payloads for item in msgspec.msgpack.decode(raw, type=list[_Array])]
     arrays.sort(key=lambda item: item.number)
     if not arrays:
@@ -102,7 +112,7 @@ def _tensor(item: _Array) -> torch.Tensor:
 def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:
     if not isinstance(loader, DataLoader):
         raise UsageError(f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}")
-    for number, batch in strided(loader, run.peers.rank, run.peers.size):
+    for number, batch in strided(loader, run.terms.meeting.rank, run.terms.meeting.size):
         set_seed(mix(run.settings.seed, _KEY, number), run.device)
         yield number, place(batch, run.device)
 

@@ -37,6 +37,12 @@ class Precision:
         self._good = 0
         self._open: list[Any] = []
 
+    def capture(self) -> list[float]:
+        return [self.scale, self.skipped, self._good]
+
+    def restore(self, state: list[Any]) -> None:
+        self.scale, self.skipped, self._good = state
+
     @property
     def scales(self) -> bool:
         return self.kind == "fp16"

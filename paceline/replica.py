@@ -62,6 +62,31 @@ class Replica:
                     state[prefix + name] = value
         return state
 
+    def capture(self) -> dict[str, Any]:
+        """Everything that must be equal on all workers, as tensors and plain values."""
+        return {
+            "tensors": self._all_tensors(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self._all_tensors(), state["tensors"], strict=True):
+                mine.copy_(theirs)
+        for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
+            _load(optimizer, theirs)
+        for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(theirs)
+
+    def _all_tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers, those too that a state_dict leaves out."""
+        found: dict[int, torch.Tensor] = {}
+        for model in self.models:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                found.setdefault(id(tensor), tensor.data if isinstance(tensor, nn.Parameter) else tensor)
+        return list(found.values())
+
     def weights_sha256(self) -> str:
         return weights_sha256(self.state_dict())
 
@@ -74,6 +99,23 @@ class Replica:
                     if name != "params":
                         digest.update(f"{name}={_plain(group[name])};".encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Bit for bit: torch's own load_state_dict casts an optimizer's state to its parameter's type."""
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(state)
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in theirs.items() if name != "params"})
+    optimizer.state.clear()
+    for number, values in state["state"].items():
+        param = params[number]
+        optimizer.state[param] = {
+            name: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in values.items()
+        }
 
 
 def _plain(value: Any) -> str:

@@ -28,9 +28,10 @@ from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.session import Session, user_line
 from paceline.settings import StopRules
+from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.summary import summarise
-from paceline.tensors.peers import Peers
+from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
 _STOP_WORDS = {
@@ -74,7 +75,6 @@ class Run:
         self._session = session
         self.settings = session.settings
         self.device = session.device
-        self.is_main = session.is_main
         self.dir = session.folder.path
         self.resumed = False
         self.state: dict[str, Any] = {}
@@ -106,20 +106,16 @@ class Run:
             session.folder.event("started", "init() was called", workers=session.workers, slots=self.settings.slots)
         else:
             session.wait_for_main()
-        self._peers: Peers | None = None
+        self.terms = Terms(session)
         self._strategy = strategies.create(self.settings.strategy)
         self._stepper: Stepper | None = None
         if not session.launched:
             _finish_at_exit(self)
 
     @property
-    def peers(self) -> Peers:
-        """The workers of this term. Built when first needed: worker 0 comes to it long before the
-        others, who wait in init() until it has reached prepare()."""
-        if self._peers is None:
-            self._session.board.main_ready = True
-            self._peers = self._session.peers()
-        return self._peers
+    def is_main(self) -> bool:
+        """Whether this worker speaks for the run: writes metrics and files. If it dies, another does."""
+        return self._session.is_main
 
     # what the script gives
 
@@ -187,14 +183,17 @@ class Run:
 
     def _share_weights(self) -> None:
         """Everyone starts from worker 0's weights; say so if they differed."""
+        if self._session.joining:
+            return  # it gets the run's state before its first batch
         mine = self._replica.weights_sha256()
-        hashes = [raw.decode() for raw in self.peers.gather(_KEYS["prepare"], mine.encode())]
+        hashes = [raw.decode() for raw in self.terms.gather(_KEYS["prepare"], mine.encode)]
         different = [worker for worker, value in enumerate(hashes) if value != hashes[0]]
         if not different:
             return
         state = self._replica.state_dict()
-        flat = b"".join(_raw(tensor) for tensor in state.values()) if self.is_main else b""
-        whole = self.peers.gather(_KEYS["weights"], flat)[0]
+        whole = self.terms.gather(
+            _KEYS["weights"], lambda: b"".join(_raw(tensor) for tensor in state.values()) if self.is_main else b""
+        )[0]
         at = 0
         with torch.no_grad():
             for tensor in state.values():
@@ -250,9 +249,11 @@ class Run:
         self._session.row.describe(total_steps=limit)
         try:
             for number in range(stepper.step, limit):
+                self.terms.catching_up = False
                 stepper.begin(None)
                 yield number
                 stepper.end()
+                self.terms.boundary(stepper.agreed_term, self)
                 if self.stopped:
                     break
         finally:
@@ -278,6 +279,9 @@ class Run:
         if not self._attached:
             self._attach()
         assert self._stepper is not None
+        if self._session.joining:
+            self.terms.join(self)
+            self.resumed = True
         if self._session.dry_run:
             self._show_settings()
         if self._in_loop:
@@ -301,13 +305,16 @@ class Run:
         if not self._replica.models:
             raise UsageError(f"{user_line()}: no model was given to run.prepare()")
         precision = self._precision
-        self._strategy.attach(self._replica, self.peers, self._mean, precision if precision.scales else None)
-        self._stepper = Stepper(self._session, self.peers, self._strategy, precision.scales)
+        peers = self.terms.peers
+        self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
+        self._stepper = Stepper(self._session, peers, self._strategy, precision.scales)
+        self.terms.on_peers = [self._strategy.meet, self._stepper.meet]
+        self._stepper.next_term = self.terms.next
         self._stepper.stop_code = self._stop_code
-        self._stepper.settings_digest = self._replica.digest_of_settings if self.peers.size > 1 else int
+        self._stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
         self._stepper.committed = self._after_commit
         self._stepper.summed = not self._mean
-        if self._stepper.flat_allowed and self.peers.size > 1:
+        if self._stepper.flat_allowed and peers.size > 1:
             for model in self._replica.models:
                 model.register_forward_pre_hook(self._stepper.before_forward)
         self._attached = True
@@ -339,8 +346,10 @@ class Run:
         epoch, key = stepper.epoch, id(feed)
         known, number = self._positions.get(key, (epoch, 0))
         number = number if known == epoch else 0
-        feed.start(epoch, number, stepper.mine)
+        aimed = stepper.mine
+        feed.start(epoch, number, aimed)
         self._session.left = None
+        self.terms.catching_up = False
         try:
             while not self.stopped and (feed.steps is None or number < feed.steps):
                 start = time.perf_counter()
@@ -357,6 +366,10 @@ class Run:
                 stepper.end()
                 number += 1
                 self._positions[key] = (epoch, number)
+                self.terms.boundary(stepper.agreed_term, self)
+                if stepper.mine != aimed:
+                    aimed = stepper.mine
+                    feed.start(epoch, number, aimed)
         except GeneratorExit:
             self._session.left = line_of_close()
             if stepper.abandon():
@@ -379,6 +392,38 @@ class Run:
                 number += 1
         finally:
             feed.stop()
+
+    # what a newcomer gets
+
+    def capture(self) -> Snapshot:
+        stepper = self._stepper
+        assert stepper is not None
+        positions = [self._positions.get(id(feed)) for feed in self._feeds]
+        return Snapshot(
+            {
+                "replica": self._replica.capture(),
+                "precision": self._precision.capture(),
+                "registered": {name: item.state_dict() for name, item in self._registered.items()},
+                "state": self.state,
+                "metrics": self.metrics,
+                "step": [stepper.step, stepper.epoch, stepper.samples, self._epochs_done],
+                "positions": positions,
+            }
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        tree, stepper = snapshot.tree, self._stepper
+        assert stepper is not None
+        self._replica.restore(tree["replica"])
+        self._precision.restore(tree["precision"])
+        for name, item in self._registered.items():
+            item.load_state_dict(tree["registered"][name])
+        self.state.update(tree["state"])
+        self.metrics.update(tree["metrics"])
+        stepper.step, stepper.epoch, stepper.samples, self._epochs_done = tree["step"]
+        for feed, position in zip(self._feeds, tree["positions"], strict=True):
+            if position is not None:
+                self._positions[id(feed)] = position
 
     # stopping
 
@@ -408,10 +453,11 @@ class Run:
             self._stop_for(codes)
 
     def _stop_for(self, codes: list[int]) -> None:
-        who = next(worker for worker, code in enumerate(codes) if code)
+        rank = next(rank for rank, code in enumerate(codes) if code)
+        who = self._session.view.members[rank]
         reason = self._asked or self._due
-        self.stopped = reason or f"{_STOP_WORDS[codes[who]]} on worker {who}"
-        if codes[who] == 3:
+        self.stopped = reason or f"{_STOP_WORDS[codes[rank]]} on worker {who}"
+        if codes[rank] == 3:
             self.stopped = "interrupted (Ctrl-C)"
         if self.is_main:
             self._session.folder.event("stopping", self.stopped, step=self.step, worker=who)
@@ -423,7 +469,7 @@ class Run:
         self._session.at = "the end of an epoch"
         self._due = self._due_at(stepper.step)
         code = 2 if self._asked else 3 if self._session.board.stop_asked else 1 if self._due else 0
-        codes = [raw[0] for raw in self.peers.gather(_KEYS["epoch"], bytes([code]))]
+        codes = [raw[0] for raw in self.terms.gather(_KEYS["epoch"], lambda: bytes([code]))]
         if any(codes) and not self.stopped:
             self._stop_for(codes)
 
@@ -446,15 +492,17 @@ class Run:
 
     def evaluate(self, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict[str, float]:
         """Sum fn(batch) over a loader, split over the workers, each sample once. See docs."""
-        from paceline.evaluation import evaluate
+        from paceline.evaluation import again, evaluate
 
-        return evaluate(self, fn, loader)
+        sums: dict[str, float] = again(self, lambda: evaluate(self, fn, loader))
+        return sums
 
     def predict(self, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.Tensor:
         """fn(batch) over a loader, split over the workers, concatenated in order on every worker."""
-        from paceline.evaluation import predict
+        from paceline.evaluation import again, predict
 
-        return predict(self, fn, loader)
+        values: torch.Tensor = again(self, lambda: predict(self, fn, loader))
+        return values
 
     def _guard_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """optimizer.step() where no reduced gradient can be: say so instead of training apart."""
@@ -488,7 +536,7 @@ class Run:
         self.finished = True
         self._session.at = "the end of the script"
         digest = self._replica.weights_sha256()
-        hashes = [raw.decode() for raw in self.peers.gather(_KEYS["finish"], digest.encode())]
+        hashes = [raw.decode() for raw in self.terms.gather(_KEYS["finish"], digest.encode)]
         different = [worker for worker, value in enumerate(hashes) if value != hashes[0]]
         if different and self._strategy.same_bits:
             raise PacelineError(
@@ -499,7 +547,7 @@ class Run:
             summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
         if self._attached:
             self._strategy.close()
-        self.peers.close()
+        self.terms.peers.close()
         self._session.leave()
 
 

@@ -19,22 +19,28 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from paceline import __version__
 from paceline.cluster.board import Board, Phase, Row
 from paceline.cluster.control import (
+    After,
+    Entering,
     Failed,
     Get,
     Granted,
+    Healed,
     Hello,
     Link,
+    Next,
     Notice,
     Put,
+    Ready,
     Refused,
     Segment,
     Value,
     Welcome,
 )
+from paceline.cluster.membership import View
 from paceline.errors import MismatchError, PeerLostError, ResourceError, UsageError
 from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
-from paceline.tensors.peers import Alone, Peers
+from paceline.tensors.peers import Alone, Peers, TermEnded
 from paceline.watch.folder import DEFAULT_RUNS, RunFolder
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -64,30 +70,43 @@ class Session:
         flags = self.ticket.flags if self.ticket else {}
         self.settings, self.origins = merge(flags, arguments)
         self.worker = self.ticket.worker if self.ticket else 0
-        self.workers = self.settings.workers
         self.started = time.time()
         self.at = "starting"
         """What this worker is doing, in words for a message to the others."""
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
         self.link: Link | None = None
+        self.recoveries = 0
+        """Workers that the run has lost and gone on without, as of this view."""
         if self.ticket is None:
             self.folder = RunFolder.create(Path(os.environ.get("PACELINE_RUNS", DEFAULT_RUNS)), None)
             self.board = Board.create(1)
+            self.view = View(1, (0,))
         else:
             self.folder = RunFolder(Path(self.ticket.folder))
             self.link = Link(self.ticket.address, bytes.fromhex(self.ticket.secret))
             answer, fds = self.link.ask(Hello(self.worker, os.getpid()))
             assert isinstance(answer, Welcome)
-            self.board = Board(fds[0], answer.workers)
+            self.board = Board(fds[0], answer.rows)
+            self.view, self.recoveries = View(answer.term, tuple(answer.members)), answer.deaths
+        self.joining = self.worker not in self.view.members
+        """A newcomer: until it has entered a view it runs its script alone."""
         self.row: Row = self.board.row(self.worker)
         self.row.describe(pid=os.getpid())
         self.device = _device(self.settings)
         torch.set_num_threads(self.settings.threads)
 
     @property
+    def workers(self) -> int:
+        return 1 if self.joining else len(self.view.members)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.joining else self.view.members.index(self.worker)
+
+    @property
     def is_main(self) -> bool:
-        return self.worker == 0
+        return not self.joining and self.view.members[0] == self.worker
 
     @property
     def launched(self) -> bool:
@@ -119,35 +138,72 @@ class Session:
     def wait_for_main(self) -> None:
         """Hold back until worker 0 has reached prepare(), so that a download happens once."""
         self.row.enter(Phase.WAITING_FOR_MAIN)
-        while not self.board.main_ready:
+        while not self.board.main_ready and not self.joining:
             if self.board.abort:
                 raise PeerLostError("the run stopped before worker 0 reached prepare()")
+            if self.board.gone(self.view.members[0]):
+                self.next_view()
+                if self.is_main:
+                    break
             time.sleep(0.002)
         self.row.enter(Phase.SCRIPT)
 
+    def next_view(self) -> View:
+        """A worker of this term is gone: the view of those who remain."""
+        assert self.link is not None
+        self._take_view(self.link.ask(After(self.view.term))[0])
+        if self.worker not in self.view.members:
+            raise PeerLostError("this worker is not in the run any more")
+        return self.view
+
+    def enter(self, term: int) -> View:
+        """The view that all have agreed to enter now."""
+        assert self.link is not None
+        self._take_view(self.link.ask(Entering(term))[0])
+        return self.view
+
+    def join(self) -> View:
+        """A newcomer's way in: wait for the view it is in."""
+        assert self.link is not None
+        self.row.enter(Phase.JOINING)
+        self._take_view(self.link.ask(Ready(self.worker))[0])
+        self.joining = False
+        return self.view
+
+    def healed(self) -> None:
+        assert self.link is not None
+        self.link.ask(Healed(self.worker))
+
+    def _take_view(self, answer: Any) -> None:
+        assert isinstance(answer, Next)
+        self.recoveries = answer.deaths
+        self.view = View(answer.term, tuple(answer.members))
+
     def peers(self) -> Peers:
-        """The group of this term."""
-        if self.workers == 1 or self.dry_run:
+        """The group of this view."""
+        if self.joining or self.dry_run or (self.workers == 1 and self.view.term == 1):
             return Alone(self.device)
         global _groups
-        _groups += 1
-        self._name = f"group-{_groups}"  # a script may train twice: nothing of the first is met again
+        _groups = max(_groups + 1, self.view.term)
+        self._name = f"group-{self.view.term}"
+        if self.view.term == 1:
+            self._name += f"-{_groups}"  # a script may train twice: nothing of the first is met again
         transport = self.settings.transport
         if transport == "auto":
             transport = _best_transport(self.device, self.settings)
         if transport == "shm":
             from paceline.tensors.shared import SharedPeers
 
-            return SharedPeers(self.worker, self.workers, self._name, self._segment, self)
+            return SharedPeers(self.rank, self.workers, self._name, self.segment, self)
         from paceline.tensors.group import GroupPeers, gloo, nccl
 
         store = self._store()
-        control = gloo(PrefixStore("control", store), self.worker, self.workers)
+        control = gloo(PrefixStore("control", store), self.rank, self.workers)
         if transport == "gloo":
-            data = gloo(PrefixStore("data", store), self.worker, self.workers)
-            return GroupPeers(self.worker, self.workers, data, control, self, torch.device("cpu"))
-        data = nccl(PrefixStore("data", store), self.worker, self.workers)
-        return GroupPeers(self.worker, self.workers, data, control, self, self.device)
+            data = gloo(PrefixStore("data", store), self.rank, self.workers)
+            return GroupPeers(self.rank, self.workers, data, control, self, torch.device("cpu"))
+        data = nccl(PrefixStore("data", store), self.rank, self.workers)
+        return GroupPeers(self.rank, self.workers, data, control, self, self.device)
 
     def _store(self) -> Store:
         """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""
@@ -160,7 +216,7 @@ class Session:
         assert isinstance(answer, Value)
         return TCPStore("127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False)
 
-    def _segment(self, name: str, size: int) -> int:
+    def segment(self, name: str, size: int) -> int:
         assert self.link is not None
         answer, fds = self.link.ask(Segment(name, size))
         if isinstance(answer, Refused):
@@ -176,13 +232,17 @@ class Session:
         return f"{self.at} ({user_line()}){left}"
 
     def check(self, seconds: float, laggard: int) -> None:
+        worker = self.view.members[laggard]
         if self.board.abort:
-            raise PeerLostError(f"gave up waiting for worker {laggard}: the run is stopping")
+            raise PeerLostError(f"gave up waiting for worker {worker}: the run is stopping")
+        if self.board.gone(worker):
+            raise TermEnded(f"worker {worker} is gone")
         if seconds > _TELL_AFTER_S:
             self.row.place(self.where())
-            self.row.waits_for(laggard)
+            self.row.waits_for(worker)
 
     def mismatch(self, others: list[int]) -> NoReturn:
+        others = [self.view.members[other] for other in others]
         self.row.place(self.where())
         deadline = time.monotonic() + _OTHERS_MAY_SAY_S
         while time.monotonic() < deadline and not all(self.board.see(k).place for k in others):

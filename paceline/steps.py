@@ -22,12 +22,12 @@ from paceline.data.random import set_seed
 from paceline.errors import MismatchError, UsageError
 from paceline.session import Session, user_line
 from paceline.strategies.base import Point, Strategy
-from paceline.tensors.peers import Peers
+from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.tree import Plan
 
 _IN_SHARE, _OUTSIDE = 1, 2  # keep the seeds of shares and of the code around them apart
-STOP, SAMPLES, DIGEST = range(3)
-"""Lanes of a reduce point: an asked-for stop, samples drawn, a digest of settings."""
+STOP, SAMPLES, DIGEST, TERM = range(4)
+"""Lanes of a reduce point: an asked-for stop, samples drawn, a digest of settings, the newest term known."""
 
 
 @dataclass
@@ -57,10 +57,11 @@ class Batch:
     it is told which line to add.
     """
 
-    __slots__ = ("_stepper", "drawn", "epoch", "feed", "loaded", "number", "sizes")
+    __slots__ = ("_aimed", "_stepper", "drawn", "epoch", "feed", "loaded", "number", "sizes")
 
     def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
         self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
+        self._aimed = stepper.mine
         self.sizes = feed.sizes(epoch, number)
         self.loaded: dict[int, Any] = {}
         """This worker's shares so far: a second reduce point in the step sees the same ones."""
@@ -70,7 +71,8 @@ class Batch:
     def share(self, slot: int) -> Any:
         """The slot's share on the device; None if it has no sample."""
         if slot not in self.loaded:
-            value = self.feed.share(self.epoch, self.number, slot)
+            fetch = self.feed.share if slot in self._aimed else self.feed.extra
+            value = fetch(self.epoch, self.number, slot)
             if value is not None:
                 self.drawn += self.sizes[slot] if self.sizes is not None else leading_size(value)
                 value = place(value, self._stepper.device)
@@ -118,11 +120,10 @@ class Stepper:
     """Drives the strategy through the reduce points of each step."""
 
     def __init__(self, session: Session, peers: Peers, strategy: Strategy, scaled: bool) -> None:
-        self._session, self._peers, self._strategy = session, peers, strategy
-        self.device, self.workers, self.slots = session.device, session.workers, session.settings.slots
+        self._session, self._strategy = session, strategy
+        self.device, self.slots = session.device, session.settings.slots
         self._seed, self._row = session.settings.seed, session.row
-        self.mine = range(*Plan.of(self.slots, self.workers).ranges[session.worker])
-        self.flat_allowed = self.slots == self.workers
+        self.meet(peers)
         self.alone = self.slots == 1 and not scaled
         """One share a step: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
@@ -143,8 +144,18 @@ class Stepper:
         self.settings_digest: Callable[[], int] = lambda: 0
         self.committed: Callable[[list[int]], None] = lambda codes: None
         """Called after each reduce point with every worker's stop code."""
+        self.next_term: Callable[[], object]
+        """A peer is gone: enter the next term, with those who remain."""
+        self.agreed_term = 0
+        """The newest term that every worker knew of at the last reduce point."""
         self._flat_point: Point | None = None
         strategy.on_flat_backward(self._flat_begins, self._flat_ends)
+
+    def meet(self, peers: Peers) -> None:
+        """These are the workers now: which slots this one carries may have changed."""
+        self._peers, self.workers = peers, peers.size
+        self.mine = Plan.of(self.slots, self.workers).leaves_of(peers.rank)
+        self.flat_allowed = self.slots == self.workers
 
     # steps
 
@@ -212,23 +223,42 @@ class Stepper:
                 "`for epoch in run.epochs(n):` (or over `run.steps(n)`)"
             )
         self._check_left_early()
-        where = user_line()
+        caller = sys._getframe(1)
+        where = caller.f_code.co_filename, caller.f_lineno
         leaves = count or self.slots
         times = self._times_finer(leaves)
         point = Point(self.step, self.call, leaves)
         self._session.at = point.words
-        self._strategy.open(point, flat=False)
+        plan, members = self._open(point)
+        kept = len(plan.parts(self._peers.rank))
+        due = plan.leaves_of(self._peers.rank)
         self.inside = True
-        first, last = Plan.of(leaves, self.workers).ranges[self._session.worker]
         try:
-            for leaf in range(first, last):
-                yield from self._share(leaf, times)
+            while True:
+                for leaf in due:
+                    yield from self._share(leaf, times)
+                try:
+                    self._commit(point)
+                    return
+                except TermEnded:
+                    # What the point's first members have computed stands; the lost ones' shares come here too.
+                    self.next_term()
+                    lost = [rank for rank, member in enumerate(members) if member not in self._session.view.members]
+                    due = self._strategy.carry_on(point, plan.without(frozenset(lost)), kept)
         except GeneratorExit:
-            self.left_early = where
+            self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
             raise
         finally:
             self.inside = False
-        self._commit(point)
+
+    def _open(self, point: Point) -> tuple[Plan, tuple[int, ...]]:
+        """Begin a point: who takes which share, and who they are."""
+        while True:
+            try:
+                self._strategy.open(point, flat=False)
+                return Plan.of(point.leaves, self._peers.size), self._session.view.members
+            except TermEnded:
+                self.next_term()
 
     def _times_finer(self, leaves: int) -> int:
         """run.slots(k) over a loader cuts each slot's share into k / slots pieces."""
@@ -244,7 +274,7 @@ class Stepper:
         start = time.perf_counter()
         share, weight = self._draw(leaf, times)
         self.split.data += time.perf_counter() - start
-        if weight:
+        if weight and not self.alone:  # an only share goes on with the numbers of the code around it
             set_seed(mix(self._seed, _IN_SHARE, self.step, self.call, leaf), self.device)
         self._strategy.weigh(weight)
         if weight:
@@ -281,9 +311,11 @@ class Stepper:
         drawn = self.batch.drawn if self.batch else self._draws
         quick = self.alone and point.leaves == 1  # nothing was met: the end of the step counts it
         stop = 0 if quick else self.stop_code()
-        lanes = [stop, drawn if self.call == 0 else 0, self.settings_digest()]
+        digest = 0 if quick else self.settings_digest()
+        lanes = [stop, drawn if self.call == 0 else 0, digest, self._session.board.next_term]
         rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
         self._compare(rows[:, DIGEST].tolist())
+        self.agreed_term = int(rows[:, TERM].min())
         self.call += 1
         if not quick:
             self._met = True
@@ -298,7 +330,7 @@ class Stepper:
 
     def _compare(self, digests: list[int]) -> None:
         if any(digest != digests[0] for digest in digests):
-            odd = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
+            odd = [self._session.view.members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
             raise MismatchError(
                 f"at step {self.step} the optimizer settings (learning rate, momentum, …) of worker "
                 f"{', '.join(map(str, odd))} differ from worker 0's: change them the same way on every worker"
@@ -333,7 +365,10 @@ class Stepper:
         self._flat_point = Point(self.step, self.call, self.slots)
         self._session.at = self._flat_point.words
         self._draws += 1
-        self._strategy.open(self._flat_point, flat=True)
+        try:
+            self._strategy.open(self._flat_point, flat=True)
+        except TermEnded as ended:
+            self._flat_cannot(ended)
         return True
 
     def _flat_ends(self) -> None:
@@ -342,8 +377,17 @@ class Stepper:
         start = time.perf_counter()
         self._strategy.fold(self.mine[0])
         self.split.communication += time.perf_counter() - start
-        self._commit(point)
+        try:
+            self._commit(point)
+        except TermEnded as ended:
+            self._flat_cannot(ended)
         self._flat_point = None
+
+    def _flat_cannot(self, ended: TermEnded) -> NoReturn:
+        raise UsageError(
+            f"{ended}, and a flat loop has no place for its share of the batch. Add the inner loop "
+            "`for x, y in run.slots():` around forward and backward: then the others take it over"
+        )
 
 
 def _cut(value: Any, piece: int, pieces: int) -> Any:

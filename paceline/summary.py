@@ -26,7 +26,7 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
         "samples": samples,
         "wall_s": round(wall, 3),
         "samples_per_s": round(samples / training, 1) if training else 0.0,
-        "workers": session.workers,
+        "workers": run.settings.workers,
         "slots": run.settings.slots,
         "threads": run.settings.threads,
         "seed": run.settings.seed,
@@ -35,8 +35,8 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
         "device": str(run.device),
         "metrics": run.metrics,
         "time_split": split,
-        "terms": 1,
-        "recoveries": 0,
+        "terms": session.view.term,
+        "recoveries": session.recoveries,
     }
     session.folder.write_json(session.folder.summary, summary)
     session.folder.event("finished", exit, steps=run.step, weights_sha256=weights_sha256)

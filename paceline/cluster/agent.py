@@ -1,7 +1,8 @@
 """The agent: one process per machine that starts, watches and ends that machine's workers.
 
-It is not on the path of a step. A worker's death is seen through its pidfd at once; the abort word on
-the board then ends every waiting loop of the machine. No torch in here.
+It is not on the path of a step. A worker's death is seen through its pidfd at once: a kill is answered
+by a view of those who remain and by a replacement (`membership` decides), a failure of the script ends
+the run, by way of the abort word that every waiting loop watches. No torch in here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from paceline.cluster import control
 from paceline.cluster.board import Abort, Board, Phase, Seen
+from paceline.cluster.membership import GiveUp, Instruction, Kill, Membership, Publish, Start, View
 from paceline.cluster.memory import Segments
 from paceline.launch.environment import Ticket, worker_environment
 from paceline.settings import Settings
@@ -32,6 +34,10 @@ _TICK_S = 0.05
 _GRACE_S = 1.5
 """After a failure the others get this long to notice and leave by themselves; then they are killed."""
 _ODD_EXIT_S = 1.0
+_REPLACEMENTS = 100
+"""How many workers a run may start anew before it makes do with those it has."""
+_KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Signals that come from outside: the worker was well. A crash (SIGSEGV, …) would only repeat itself."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     pidfd: int
     follower: Follower
+    place: int
+    """Which of the first workers it stands for: whose GPU it has."""
     exit_code: int | None = None
     exited_at: float = 0.0
 
@@ -74,10 +82,18 @@ class Agent:
         self._count = 1 if job.dry_run else job.settings.workers
         self._secret = secrets.token_bytes(control.SECRET_BYTES)
         self._address = f"paceline-{folder.id}-{secrets.token_hex(8)}"
-        self._board = Board.create(self._count)
+        self._membership = Membership(self._count, 0 if job.dry_run else _REPLACEMENTS)
+        self._rows_made = self._count + self._membership.spare_starts
+        self._board = Board.create(self._rows_made)
+        self._views: dict[int, View] = {1: self._membership.settled}
+        self._after: dict[int, View] = {}
+        """For each term, the view that followed the first death in it."""
+        self._deaths = 0
         self._segments = Segments(job.settings.shm_limit)
         self._facts: dict[str, str] = {}
         self._asking: list[tuple[socket.socket, str]] = []
+        self._asking_after: list[tuple[socket.socket, int]] = []
+        self._ready: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._worker_of: dict[socket.socket, int] = {}
         self._workers: list[Worker] = []
@@ -117,28 +133,27 @@ class Agent:
     def _start(self) -> None:
         job = self._job
         self._folder.event("launched", f"paceline run {job.target}", workers=self._count)
+        for number in range(self._count):
+            self._start_worker(number, number)
+
+    def _start_worker(self, number: int, place: int) -> None:
+        job = self._job
         target = ["-m", job.target] if job.as_module else [job.target]
         command = [sys.executable, "-m", "paceline.launch.boot", *target, *job.arguments]
-        for number in range(self._count):
-            ticket = Ticket(
-                number,
-                self._address,
-                self._secret.hex(),
-                str(self._folder.path.absolute()),
-                job.flags,
-                job.dry_run,
+        ticket = Ticket(
+            number, self._address, self._secret.hex(), str(self._folder.path.absolute()), job.flags, job.dry_run
+        )
+        gpus = list(job.gpus) if job.gpus else None
+        env = worker_environment(os.environ, ticket, place, job.settings.threads, gpus, job.settings.share_gpus)
+        path = self._folder.log_of("worker", number)
+        # The worker writes its file itself: no pipe through the agent that could break or fill.
+        with open(path, "wb") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
             )
-            gpus = list(job.gpus) if job.gpus else None
-            env = worker_environment(os.environ, ticket, job.settings.threads, gpus, job.settings.share_gpus)
-            path = self._folder.log_of("worker", number)
-            # The worker writes its file itself: no pipe through the agent that could break or fill.
-            with open(path, "wb") as log:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-                )
-            worker = Worker(number, process, os.pidfd_open(process.pid), Follower(path))
-            self._workers.append(worker)
-            self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda _, w=worker: self._on_exit(w))
+        worker = Worker(number, process, os.pidfd_open(process.pid), Follower(path), place)
+        self._workers.append(worker)
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda _, w=worker: self._on_exit(w))
 
     def _end(self) -> int:
         if self._failure is not None:
@@ -166,7 +181,7 @@ class Agent:
         return failure.exit_code
 
     def _write_failed_summary(self, why: str) -> None:
-        rows = self._rows()
+        rows = [self._board.see(worker.number) for worker in self._workers]
         known = {
             "run": self._folder.id,
             "exit": why,
@@ -187,18 +202,20 @@ class Agent:
         self._terminal.progress(rows)
         self._tell_waits(rows, now)
         self._check_odd_exits(now)
+        self._send_newcomers_home()
         if self._failure is not None and now - self._failure.at > _GRACE_S:
             self._kill_all()
 
     def _rows(self) -> list[Seen]:
-        return [self._board.see(number) for number in range(self._count)]
+        """The members' rows, main's first."""
+        return [self._board.see(number) for number in self._membership.settled.members]
 
     def _follow(self, last: bool = False) -> None:
         if self._failure is not None:
             return
         show_all, now = self._job.show == "all", time.monotonic()
         for worker in self._workers:
-            if self._job.show == "none" or (worker.number and not show_all):
+            if self._job.show == "none" or not (show_all or worker.number == self._membership.settled.members[0]):
                 continue
             for line in worker.follower.read(last):
                 if show_all and not line.endswith("\r"):
@@ -220,7 +237,7 @@ class Agent:
             worker, words = found
             self._terminal.notice(words)
             self._folder.event("waiting", words, worker=worker)
-            if rows[worker].phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
+            if self._board.see(worker).phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
                 # faulthandler writes every thread's stack into the worker's log.
                 signal.pidfd_send_signal(self._workers[worker].pidfd, signal.SIGUSR1)
 
@@ -231,11 +248,85 @@ class Agent:
         code = worker.exit_code
         self._drain(worker.number)
         self._folder.event("worker ended", _exit_words(code), worker=worker.number, exit_code=code)
-        if code and self._failure is None and not self._killed:
+        if code and self._failure is None and not self._killed and not self._survives(worker):
             tail = _crash_trace(worker.follower.path) if code < 0 else ""
             self._fail(
                 Failure(f"worker {worker.number}", _exit_words(code), tail, 1 if code < 0 else code, worker.number)
             )
+
+    # who is in the run
+
+    def _survives(self, worker: Worker) -> bool:
+        """Whether the run goes on without this worker, which has just ended."""
+        code = worker.exit_code
+        assert code is not None
+        if worker.number not in self._membership.settled.members and code < 0:
+            pass  # a newcomer that never came
+        elif code not in [-number for number in _KILLS] or not self._can_go_on():
+            return False
+        if self._board.see(worker.number).phase == Phase.FINISHED:
+            return True
+        self._board.bury(worker.number)
+        self._deaths += 1
+        self._follow_up(self._membership.died(worker.number, _exit_words(code)))
+        return self._failure is None
+
+    def _can_go_on(self) -> bool:
+        """Groups of torch (Gloo, NCCL) do not survive a member's death yet."""
+        settings = self._job.settings
+        by_memory = settings.transport == "shm" or (
+            settings.transport == "auto" and (not self._job.gpus or settings.share_gpus)
+        )
+        return by_memory and self._count > 1 and not self._job.dry_run
+
+    def _follow_up(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Publish(view, joins, why):
+                    self._publish(view, joins, why)
+                case Start(number, why):
+                    self._folder.event("starting a worker", why, worker=number)
+                    self._start_worker(number, self._free_place())
+                case Kill(number, why):
+                    self._folder.event("ending a worker", why, worker=number)
+                    self._kill(self._workers[number])
+                case GiveUp(why):
+                    tail = self._workers[-1]
+                    self._fail(Failure("the run:", why, "", 1, tail.number))
+
+    def _publish(self, view: View, joins: bool, why: str) -> None:
+        self._views[view.term] = view
+        self._folder.event("view", why, term=view.term, workers=list(view.members))
+        if joins:
+            self._board.next_term = view.term
+            self._tell_view(self._ready.pop(view.members[-1]), view)
+            return
+        self._board.next_term = 0
+        self._terminal.notice(f"{why}; going on with {len(view.members)} worker{'s' * (len(view.members) != 1)}")
+        for term in range(1, view.term):
+            self._after.setdefault(term, view)
+        for sock, term in self._asking_after:
+            self._tell_view(sock, self._after[term])
+        self._asking_after = []
+        old = {f"group-{term}" for term in range(2, view.term - 1)}
+        self._segments.forget(lambda name: name.split("/")[0] in old)
+
+    def _tell_view(self, sock: socket.socket, view: View) -> None:
+        try:
+            control.send(sock, control.Next(view.term, list(view.members), self._deaths))
+        except OSError:
+            return  # it is dying: its pidfd will say so
+
+    def _free_place(self) -> int:
+        taken = {worker.place for worker in self._workers if worker.exit_code is None}
+        return next(place for place in range(self._count + 1) if place not in taken)
+
+    def _send_newcomers_home(self) -> None:
+        """The members have finished: whoever is still on the way comes too late."""
+        members = [self._workers[number] for number in self._membership.settled.members]
+        if all(worker.exit_code is not None for worker in members):
+            for worker in self._workers:
+                self._kill(worker)
 
     def _drain(self, number: int) -> None:
         """Read what a dead worker had still said: its last words come before its end."""
@@ -254,7 +345,7 @@ class Agent:
         running = [w for w in self._workers if w.exit_code is None]
         if self._failure is not None or not running:
             return
-        for worker in self._workers:
+        for worker in [self._workers[number] for number in self._membership.settled.members]:
             odd = worker.exit_code == 0 and self._board.see(worker.number).phase != Phase.FINISHED
             if odd and now - worker.exited_at > _ODD_EXIT_S:
                 early = self._board.see(worker.number).phase == Phase.STARTING
@@ -282,11 +373,14 @@ class Agent:
 
     def _kill_all(self) -> None:
         for worker in self._workers:
-            if worker.exit_code is None:
-                try:
-                    os.killpg(worker.process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            self._kill(worker)
+
+    def _kill(self, worker: Worker) -> None:
+        if worker.exit_code is None:
+            try:
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
 
     # messages
 
@@ -310,6 +404,7 @@ class Agent:
             self._selector.unregister(sock)
             del self._worker_of[sock]
             self._asking = [(s, key) for s, key in self._asking if s is not sock]
+            self._asking_after = [(s, term) for s, term in self._asking_after if s is not sock]
             sock.close()
 
     def _answer(self, sock: socket.socket, message: control.Message) -> None:
@@ -317,7 +412,24 @@ class Agent:
         match message:
             case control.Hello():
                 self._worker_of[sock] = message.worker
-                control.send(sock, control.Welcome(self._count), (self._board.fd,))
+                view = self._membership.settled
+                welcome = control.Welcome(self._rows_made, view.term, list(view.members), self._deaths)
+                control.send(sock, welcome, (self._board.fd,))
+            case control.After():
+                if message.term in self._after:
+                    self._tell_view(sock, self._after[message.term])
+                else:
+                    self._asking_after.append((sock, message.term))
+            case control.Entering():
+                self._tell_view(sock, self._views[message.term])
+            case control.Ready():
+                self._ready[message.worker] = sock
+                self._follow_up(self._membership.ready(message.worker))
+            case control.Healed():
+                control.send(sock, control.Done())
+                self._folder.event("joined", "it has the run's state", worker=message.worker)
+                self._board.next_term = 0
+                self._follow_up(self._membership.healed(message.worker))
             case control.Segment():
                 answer, fd = self._segments.grant(message.name, message.size, self._count)
                 control.send(sock, answer, (fd,) if fd is not None else ())

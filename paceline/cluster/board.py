@@ -38,6 +38,7 @@ class Phase(enum.IntEnum):
     EVALUATE = 6
     FINISHED = 7
     FAILED = 8
+    JOINING = 9
 
     @property
     def words(self) -> str:
@@ -54,10 +55,11 @@ _PHASE_WORDS = {
     Phase.EVALUATE: "evaluating",
     Phase.FINISHED: "finished",
     Phase.FAILED: "failed",
+    Phase.JOINING: "joining",
 }
 
-_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR = range(9)
-_ABORT, _MAIN_READY, _STOP = range(3)
+_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE = range(10)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM = range(4)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Seen:
 
 
 class Board:
-    """Rows of plain words, one row a worker. Only worker k writes row k; only the agent the header."""
+    """Rows of plain words, one row a worker. Only worker k writes row k; only the agent the header and
+    the word that says a worker is gone."""
 
     def __init__(self, fd: int, workers: int) -> None:
         self.fd, self.workers = fd, workers
@@ -128,7 +131,23 @@ class Board:
     def stop_asked(self, value: bool) -> None:
         self._words[_STOP] = int(value)
 
+    @property
+    def next_term(self) -> int:
+        """The term of a view that someone waits to join; 0: none."""
+        return self._words[_NEXT_TERM]
+
+    @next_term.setter
+    def next_term(self, term: int) -> None:
+        self._words[_NEXT_TERM] = term
+
     # the rows
+
+    def gone(self, worker: int) -> bool:
+        """Whether this worker is dead and reaped; the agent says so."""
+        return bool(self._words[_WORDS * (1 + worker) + _GONE])
+
+    def bury(self, worker: int) -> None:
+        self._words[_WORDS * (1 + worker) + _GONE] = 1
 
     def row(self, worker: int) -> Row:
         return Row(self, worker)

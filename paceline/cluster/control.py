@@ -29,7 +29,13 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Welcome(msgspec.Struct, tag=True):
-    workers: int
+    rows: int
+    """Rows of the board: as many workers as there may ever be."""
+    term: int
+    members: list[int]
+    """The view of the run. A worker that is not in it comes to join."""
+    deaths: int
+    """Workers lost so far."""
 
 
 class Segment(msgspec.Struct, tag=True):
@@ -60,6 +66,38 @@ class Value(msgspec.Struct, tag=True):
     value: str
 
 
+class Ready(msgspec.Struct, tag=True):
+    """A newcomer has come as far as the loop; answered by the `Next` view it is in."""
+
+    worker: int
+
+
+class Healed(msgspec.Struct, tag=True):
+    """A newcomer has the run's state: its view is in force."""
+
+    worker: int
+
+
+class Next(msgspec.Struct, tag=True):
+    """A view: an answer."""
+
+    term: int
+    members: list[int]
+    deaths: int
+
+
+class After(msgspec.Struct, tag=True):
+    """The view that follows a death in this term; answered once it is known."""
+
+    term: int
+
+
+class Entering(msgspec.Struct, tag=True):
+    """The view of this term, which was announced."""
+
+    term: int
+
+
 class Failed(msgspec.Struct, tag=True):
     """This worker ends because of an error."""
 
@@ -84,7 +122,10 @@ class Refused(msgspec.Struct, tag=True):
     why: str
 
 
-Message = Hello | Welcome | Segment | Granted | Put | Get | Value | Failed | Notice | Done | Refused
+Message = (
+    Hello | Welcome | Ready | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed | Notice
+    | Done | Refused
+)  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(type=Message)
 _encoder = msgspec.msgpack.Encoder()
 

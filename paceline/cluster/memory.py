@@ -7,6 +7,7 @@ memfd, not /dev/shm: a named segment is unlinked under the living when an attach
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cluster.control import Granted, Refused
@@ -81,6 +82,13 @@ class Segments:
         self._made[name] = (fd, size)
         self._taken += size
         return Granted(size), fd
+
+    def forget(self, names: Callable[[str], bool]) -> None:
+        """Let go of segments that nobody will ask for again; who has one mapped keeps it."""
+        for name in [name for name in self._made if names(name)]:
+            fd, size = self._made.pop(name)
+            os.close(fd)
+            self._taken -= size
 
     def close(self) -> None:
         for fd, _ in self._made.values():

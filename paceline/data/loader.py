@@ -8,7 +8,7 @@ gives global batches, and its length is the steps of an epoch at any worker coun
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ class Feed(Protocol):
     batch: int | None
     """The global batch, where there is one."""
 
-    def start(self, epoch: int, first_step: int, slots: range) -> None:
+    def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
         """Aim at a position; the next `share` is (first_step, slots[0])."""
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
@@ -92,6 +92,9 @@ class Feed(Protocol):
 
     def share(self, epoch: int, step: int, slot: int) -> Any:
         """The collated share, or None when this slot has no sample in this step."""
+
+    def extra(self, epoch: int, step: int, slot: int) -> Any:
+        """The share of a slot that was another worker's when this one was aimed."""
 
     def stand_in(self, epoch: int, step: int) -> Any:
         """Some sample of this step, for a worker whose slot has none."""
@@ -137,11 +140,12 @@ class _Aim:
     """A batch sampler that can be pointed at a position: (epoch, step) and the slots to serve."""
 
     def __init__(self, shares: Shares, seed: int, single: bool) -> None:
-        self.shares, self._seed, self._single = shares, seed, single
-        self.epoch, self.first, self.slots = 0, 0, range(0)
+        self.shares, self.seed, self._single = shares, seed, single
+        self.epoch, self.first = 0, 0
+        self.slots: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[Any]:
-        key = mix(self._seed, self.epoch, _ITEM)
+        key = mix(self.seed, self.epoch, _ITEM)
         for step in range(self.first, self.shares.steps):
             for slot in self.slots:
                 ids = self.shares.ids(self.epoch, step, slot).tolist()
@@ -169,7 +173,7 @@ class MapFeed:
         self._dataset: Any = loader.dataset
         self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
 
-    def start(self, epoch: int, first_step: int, slots: range) -> None:
+    def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
         aim = self._aim
         aim.epoch, aim.first, aim.slots = epoch, first_step, slots
         self._shares.begin(epoch)
@@ -186,6 +190,14 @@ class MapFeed:
         if self._items is None or not len(self._shares.ids(epoch, step, slot)):
             return None
         return next(self._items)
+
+    def extra(self, epoch: int, step: int, slot: int) -> Any:
+        """Fetched here and now, as the loader's own processes would have."""
+        ids = self._shares.ids(epoch, step, slot).tolist()
+        if not ids:
+            return None
+        key, data, collate = mix(self._aim.seed, epoch, _ITEM), self._loader.dataset, self._loader.collate_fn
+        return collate(data[key, ids[0]] if self._collate is None else data.__getitems__((key, ids)))  # type: ignore[attr-defined]
 
     def stand_in(self, epoch: int, step: int) -> Any:
         index = _any_id(self._shares, epoch, step)
@@ -207,7 +219,7 @@ class TensorFeed:
         self._tensors = loader.dataset.tensors  # type: ignore[attr-defined]
         self._pin = loader.pin_memory and torch.cuda.is_available()
 
-    def start(self, epoch: int, first_step: int, slots: range) -> None:
+    def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
         return
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
@@ -220,6 +232,9 @@ class TensorFeed:
         rows = torch.from_numpy(ids)
         share = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
         return [tensor.pin_memory() for tensor in share] if self._pin else share
+
+    def extra(self, epoch: int, step: int, slot: int) -> Any:
+        return self.share(epoch, step, slot)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         first = _any_id(self._shares, epoch, step)
@@ -244,7 +259,7 @@ class StreamFeed:
         self._epoch, self._step, self._at = 0, -1, 0
         self._held: list[Any] = []
 
-    def start(self, epoch: int, first_step: int, slots: range) -> None:
+    def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
         self._epoch, self._step, self._at = epoch, -1, 0
         set_seed(mix(self._seed, epoch, _ITEM))
         self._items = iter(self._loader)
@@ -267,6 +282,9 @@ class StreamFeed:
         while self._step < step:
             self._read_step()
         return self._held[slot]
+
+    def extra(self, epoch: int, step: int, slot: int) -> Any:
+        return self.share(epoch, step, slot)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         return self._held[0]

@@ -45,16 +45,15 @@ def bit_environment(threads: int) -> dict[str, str]:
         # Large gradients come from the heap, not from fresh pages at every step.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
-        # Copies of a chunk of gradients or more go past the cache, and large blocks lie on huge pages:
-        # both are worth several percent of a step (measured).
+        # Large blocks lie on huge pages: worth several percent of a step (measured).
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
 def worker_environment(
-    base: Mapping[str, str], ticket: Ticket, threads: int, gpus: list[str] | None, share: bool
+    base: Mapping[str, str], ticket: Ticket, place: int, threads: int, gpus: list[str] | None, share: bool
 ) -> dict[str, str]:
-    """The base environment, plus the ticket, the bits' needs and one visible GPU.
+    """The base environment, plus the ticket, the bits' needs and one visible GPU, by its place.
 
     RANK, WORLD_SIZE and friends are taken out: scripts that look for them would start groups of
     their own.
@@ -64,7 +63,7 @@ def worker_environment(
     env[MARK] = ticket.encode()
     env["PYTHONUNBUFFERED"] = "1"
     if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = gpus[ticket.worker % len(gpus)] if share else gpus[ticket.worker]
+        env["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)] if share else gpus[place]
     return env
 
 

@@ -22,6 +22,8 @@ from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
 
+_LANES = 8
+
 
 class AllReduce:
     same_bits = True
@@ -50,6 +52,16 @@ class AllReduce:
         if self._peers.size > 1 or self._scaled:
             self._overlap = Overlap(replica.params, self._reducer, self._grad_of, self._flat_backward_starts)
 
+    def meet(self, peers: Peers) -> None:
+        self._peers = self._reducer.peers = peers
+        if self._overlap is None and peers.size > 1:
+            self._build()
+
+    def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
+        due = self._reducer.carry_on(plan, self._peers, _LANES, kept)
+        self._last_leaf = due[-1] if due else -1
+        return due
+
     # the shares of a point
 
     def begin_step(self) -> None:
@@ -66,8 +78,9 @@ class AllReduce:
         if self._single:
             return
         plan = Plan.of(point.leaves, self._peers.size)
-        self._reducer.open(plan, 8)
-        self._call, self._last_leaf = point.call, plan.ranges[self._peers.rank][1] - 1
+        self._reducer.open(plan, _LANES)
+        mine = plan.leaves_of(self._peers.rank)
+        self._call, self._last_leaf = point.call, mine[-1] if mine else -1
         self._kept = {}
         if not flat:
             self._set_aside(self._views.get(point.call, []))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.replica import Replica
 from paceline.tensors.peers import Peers
+from paceline.tensors.tree import Plan
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Strategy(Protocol):
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         """Once, when all models are known. `scaled`: gradients come multiplied by its scale."""
+
+    def meet(self, peers: Peers) -> None:
+        """From now on these are the workers; between two points, or before `carry_on`."""
+
+    def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
+        """`commit` ended with the term. The shares that this worker has to fold before it commits again:
+        its first `kept` parts stand."""
 
     def begin_step(self) -> None:
         """A step starts, before its first forward."""

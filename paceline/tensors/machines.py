@@ -57,7 +57,7 @@ class MachinePeers:
         self._plans: dict[Plan, tuple[Plan, Plan]] = {}
         self._layout: Layout | None = None
         # The total is handed out as a sum of one part: the leader's.
-        self._from_leader = Plan(1, ((0, 1), *((1, 1) for _ in range(local.size - 1))))
+        self._from_leader = Plan(1, (((0, 1),), *(((1, 1),) for _ in range(local.size - 1))))
 
     @property
     def waited_s(self) -> float:

@@ -115,11 +115,19 @@ class Alone:
         return
 
 
+class TermEnded(Exception):
+    """A worker of this group is gone. What all have met for stands; the rest is for the next term."""
+
+
 class Watch(Protocol):
     """What a group does while it waits, and when the workers turn out to be at different places."""
 
     def check(self, seconds: float, laggard: int) -> None:
-        """Called at least every 10 ms of a wait; raises to end it."""
+        """Called at least every 10 ms of a wait for this worker; raises to end it.
+
+        It ends with `TermEnded` only if the worker waited for is gone. Then all that remain end at the
+        same meeting: the first one for which the dead worker has not done its part.
+        """
 
     def mismatch(self, others: list[int]) -> NoReturn:
         """These workers came to another meeting than this one did."""

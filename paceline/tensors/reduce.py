@@ -91,13 +91,10 @@ class Reducer:
         self._plan = plan
         self._lane_count = _WEIGHTS_AT + plan.most_parts + self._mask_words + lanes
         self.peers.open(plan, self.layout, self._lane_count)
-        ranges = plan.parts(self.peers.rank)
-        self._todo = [
-            (leaf, number, merges, leaf == part[1] - 1)
-            for number, part in enumerate(ranges)
-            for leaf, merges in zip(range(*part), merges_after(part), strict=True)
-        ]
-        self._depth = self._at = 0
+        self._expect(plan.parts(self.peers.rank))
+        self._folded = [self._part(number) for number in range(len(plan.parts(self.peers.rank)))]
+        """This worker's partial sums, wherever the peers of the point's first term had them."""
+        self._depth = 0
         self._weights = [0.0] * plan.most_parts
         self._stack_weights: list[float] = []
         self._mask = 0
@@ -105,6 +102,37 @@ class Reducer:
         self._sent: set[int] = set()
         self._early: set[int] = set()
         self._left: dict[int, list[tuple[torch.Tensor | None, int]]] = {}
+
+    def _expect(self, parts: Sequence[Range], first: int = 0) -> None:
+        """The shares that will be folded, for the parts from number `first` on."""
+        self._todo = [
+            (leaf, number, merges, leaf == part[1] - 1)
+            for number, part in enumerate(parts[first:], start=first)
+            for leaf, merges in zip(range(*part), merges_after(part), strict=True)
+        ]
+        self._at = 0
+
+    def carry_on(self, plan: Plan, peers: Peers, lanes: int, kept: int) -> list[int]:
+        """Meet other peers instead, with the first `kept` parts as they are; the leaves that are due now.
+
+        The old group's memory is this worker's as long as it is held: nobody else writes a slab.
+        """
+        old = [[flat.clone() for flat in flats] for flats in self._folded[:kept]]
+        weights, self._plan, self.peers = self._weights[:kept], plan, peers
+        self._lane_count = _WEIGHTS_AT + plan.most_parts + self._mask_words + lanes
+        peers.open(plan, self.layout, self._lane_count)
+        for number, flats in enumerate(old):
+            targets = [self._part(number), peers.parts()[number]] if self._staged else [self._part(number)]
+            for target in targets:
+                for flat, value in zip(target, flats, strict=True):
+                    flat.copy_(value)
+        mine = set(plan.leaves_of(peers.rank))
+        self._sparse = [leaf for leaf in self._sparse if leaf.leaf in mine]
+        self._weights = weights + [0.0] * (plan.most_parts - kept)
+        self._stack_weights, self._depth = [], 0
+        self._sent, self._early, self._left = set(), set(), {}
+        self._expect(plan.parts(peers.rank), kept)
+        return [leaf for leaf, *_ in self._todo]
 
     def _part(self, number: int) -> list[torch.Tensor]:
         if not self._staged:

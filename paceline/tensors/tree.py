@@ -84,18 +84,32 @@ class Root:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who adds what at one reduce point: the leaves of the tree and each worker's range of them.
+    """Who adds what at one reduce point: the leaves of the tree, and the ranges of them each worker carries.
 
-    The ranges follow each other. They hold all leaves, or those of one machine (`among`).
+    The ranges hold all leaves; or those of one machine, which follow each other (`among`).
     """
 
     leaves: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[tuple[Range, ...], ...]
 
     @staticmethod
     @lru_cache(maxsize=256)
     def of(leaves: int, workers: int) -> Plan:
-        return Plan(leaves, tuple(deal(leaves, workers)))
+        return Plan(leaves, tuple((part,) for part in deal(leaves, workers)))
+
+    def without(self, lost: frozenset[int]) -> Plan:
+        """The plan of those who remain: each keeps what it has, and the lost ones' leaves are dealt out.
+
+        >>> Plan.of(8, 4).without(frozenset({1})).ranges
+        (((0, 2), (2, 3)), ((4, 6), (3, 4)), ((6, 8),))
+        """
+        orphans = [leaf for worker in sorted(lost) for leaf in self.leaves_of(worker)]
+        remaining = [ranges for worker, ranges in enumerate(self.ranges) if worker not in lost]
+        shares = deal(len(orphans), len(remaining))
+        return Plan(
+            self.leaves,
+            tuple(ranges + _runs(orphans[a:b]) for ranges, (a, b) in zip(remaining, shares, strict=True)),
+        )
 
     def among(self, first: int, last: int) -> Plan:
         """The part of the plan that these workers carry."""
@@ -104,10 +118,12 @@ class Plan:
     def by_machine(self, sizes: tuple[int, ...]) -> Plan:
         """The same leaves with each machine, of so many workers, as one worker."""
         cuts = [sum(sizes[:machine]) for machine in range(len(sizes) + 1)]
-        return Plan(
-            self.leaves,
-            tuple((self.ranges[a][0], self.ranges[b - 1][1]) for a, b in zip(cuts, cuts[1:], strict=False)),
-        )
+        machines = [self.ranges[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        return Plan(self.leaves, tuple(((ranges[0][0][0], ranges[-1][-1][1]),) for ranges in machines))
+
+    def leaves_of(self, worker: int) -> list[int]:
+        """In the order in which the worker takes them."""
+        return [leaf for part in self.ranges[worker] for leaf in range(*part)]
 
     def parts(self, worker: int) -> list[Range]:
         """The whole subtrees that this worker adds up by itself."""
@@ -115,7 +131,9 @@ class Plan:
 
     @cached_property
     def _parts(self) -> list[list[Range]]:
-        return [whole_subtrees(lo, hi, 0, self.leaves) for lo, hi in self.ranges]
+        return [
+            [part for lo, hi in ranges for part in whole_subtrees(lo, hi, 0, self.leaves)] for ranges in self.ranges
+        ]
 
     @cached_property
     def cover(self) -> tuple[Range, ...]:
@@ -133,12 +151,30 @@ class Plan:
     @cached_property
     def roots(self) -> tuple[Root, ...]:
         """The largest nodes these workers can add up: the whole tree, if they carry all of it."""
-        nodes = whole_subtrees(self.ranges[0][0], self.ranges[-1][1], 0, self.leaves)
+        if sum(b - a for a, b in self.cover) == self.leaves:
+            nodes = [(0, self.leaves)] if self.leaves else []
+        else:
+            nodes = whole_subtrees(self.ranges[0][0][0], self.ranges[-1][-1][1], 0, self.leaves)
         roots = []
         for a, b in nodes:
             sources = tuple(k for k, part in enumerate(self.cover) if a <= part[0] and part[1] <= b)
             roots.append(Root(sources, program(tuple(self.cover[k] for k in sources), (a, b))))
         return tuple(roots)
+
+
+def _runs(leaves: Sequence[int]) -> tuple[Range, ...]:
+    """Leaves in order, as ranges.
+
+    >>> _runs([3, 4, 7])
+    ((3, 5), (7, 8))
+    """
+    runs: list[list[int]] = []
+    for leaf in leaves:
+        if runs and runs[-1][1] == leaf:
+            runs[-1][1] += 1
+        else:
+            runs.append([leaf, leaf + 1])
+    return tuple((a, b) for a, b in runs)
 
 
 def fold_scalars(values: Sequence[float], plan: Plan) -> float:

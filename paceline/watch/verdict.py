@@ -41,7 +41,7 @@ def _laggard(waiting: Seen, rows: Sequence[Seen]) -> Seen | None:
     if waiting.phase == Phase.WAITING_FOR_MAIN:
         return rows[0] if rows[0].worker != waiting.worker else None
     if waiting.waits_for is not None:
-        return rows[waiting.waits_for]
+        return next((row for row in rows if row.worker == waiting.waits_for), None)
     busy = [row for row in rows if not _waits(row) and row.phase not in (Phase.FINISHED, Phase.FAILED)]
     return max(busy, key=lambda row: row.since_s, default=None)
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 
-from paceline.data.order import Order, Sampled, Shuffled, mix, mix_array, shuffled
+from paceline.data import order
+from paceline.data.order import Order, Sampled, Shuffled, mix, shuffled
 from paceline.data.random import seeded, set_seed
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 10, 16, 17, 31, 97, 100, 101, 128, 255, 256, 257, 1000, 1009, 4096, 7919]
@@ -124,8 +125,9 @@ def test_mix_tells_numbers_and_their_order_apart() -> None:
     assert mix(1, 2, 3) == mix(1, 2, 3)
 
 
-def test_mix_array_stirs_every_word() -> None:
-    words = mix_array(np.arange(1000, dtype=np.uint64), 7)
+@pytest.mark.parametrize("width", [order._NARROW, order._WIDE])
+def test_arrays_are_stirred_in_every_word(width: order.Width) -> None:
+    words = width.mix(np.arange(1000, dtype=width.dtype), 7)
     assert len(set(words.tolist())) == 1000
     ones = np.unpackbits(words.view(np.uint8)).mean()
     assert 0.48 < ones < 0.52

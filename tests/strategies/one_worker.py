@@ -44,7 +44,7 @@ class Driver:
             self.strategy.begin_step()
         point = Point(self.number, call, leaves)
         self.strategy.open(point, flat=False)
-        for leaf in range(*Plan.of(leaves, self.peers.size).ranges[self.peers.rank]):
+        for leaf in Plan.of(leaves, self.peers.size).leaves_of(self.peers.rank):
             weight = weights[leaf] if weights else 1.0
             self.strategy.weigh(weight)
             if weight:

@@ -40,7 +40,7 @@ def reduce(
     reducer = Reducer(tensors, count, peers)
     plan = Plan.of(len(shares), peers.size)
     reducer.open(plan, len(lanes))
-    for leaf in range(*plan.ranges[peers.rank]):
+    for leaf in plan.leaves_of(peers.rank):
         before_fold(reducer, leaf)
         reducer.fold(leaf, shares[leaf], weights[leaf])
     outcome = reducer.commit(7, 0, lanes, mean, scale)

@@ -69,7 +69,7 @@ def test_a_deal_covers_the_leaves_with_sizes_that_differ_by_at_most_one(leaves: 
 def test_the_workers_parts_cover_every_leaf_once_and_in_order(case: tuple[int, int]) -> None:
     plan = Plan.of(*case)
     assert [leaf for a, b in plan.cover for leaf in range(a, b)] == list(range(plan.leaves))
-    for worker, (lo, hi) in enumerate(plan.ranges):
+    for worker, ((lo, hi),) in enumerate(plan.ranges):
         assert [leaf for a, b in plan.parts(worker) for leaf in range(a, b)] == list(range(lo, hi))
 
 
@@ -138,6 +138,23 @@ def test_machines_that_add_up_their_own_parts_give_the_expression_of_one_worker(
             assert registers[-1] == expression(a, b)
             sums.append(registers[-1])
     assert evaluate(whole, sums, pair) == expression(0, plan.leaves)
+
+
+@given(deals, st.data())
+def test_after_losses_the_rest_carry_all_leaves_and_the_expression_is_the_same(
+    case: tuple[int, int], data: st.DataObject
+) -> None:
+    plan = Plan.of(*case)
+    while len(plan.ranges) > 1 and data.draw(st.booleans()):
+        lost = data.draw(st.sets(st.integers(0, len(plan.ranges) - 1), min_size=1, max_size=len(plan.ranges) - 1))
+        kept = [plan.parts(worker) for worker in range(len(plan.ranges)) if worker not in lost]
+        plan = plan.without(frozenset(lost))
+        for worker, parts in enumerate(kept):
+            assert plan.parts(worker)[: len(parts)] == parts, "what is computed stays, in its place"
+    everything = [leaf for worker in range(len(plan.ranges)) for leaf in plan.leaves_of(worker)]
+    assert sorted(everything) == list(range(plan.leaves))
+    sums = [expression(a, b) for a, b in plan.cover]
+    assert evaluate(plan, sums, pair) == expression(0, plan.leaves)
 
 
 def test_a_cover_with_a_hole_is_refused() -> None:

@@ -1,0 +1,106 @@
+"""A worker's way through the terms of its run: the group of peers it is in now, and the next.
+
+A term ends for a worker in one of two ways. A peer is gone: `TermEnded` comes out of a wait, and whoever
+was waiting calls `next` and tries again with those who remain. Or all have agreed to let a newcomer in:
+`boundary` is called at the end of a step, and the first of the old members hands it the run's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from paceline.data.order import mix
+from paceline.session import Session
+from paceline.state.snapshot import Snapshot
+from paceline.tensors.peers import Alone, Peers, TermEnded
+from paceline.tensors.segment import Segment
+
+_STATE, _WRITTEN = mix(201), mix(202)
+_DONOR = 0
+
+
+class Stateful(Protocol):
+    """What a newcomer gets, and how."""
+
+    def capture(self) -> Snapshot: ...
+    def restore(self, snapshot: Snapshot) -> None: ...
+
+
+class Terms:
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._peers: Peers | None = None
+        self.on_peers: list[Callable[[Peers], None]] = []
+        """Told whenever the group is another one."""
+        self.catching_up = False
+        """A newcomer that has not come to its first batch: what it meets before, the others have met already."""
+
+    @property
+    def peers(self) -> Peers:
+        """Built when first needed: worker 0 comes to it long before the others, who wait in init() until
+        it has reached prepare()."""
+        if self._peers is None:
+            self._session.board.main_ready = True
+            self._peers = self._session.peers()
+        return self._peers
+
+    @property
+    def meeting(self) -> Peers:
+        """With whom to evaluate: a newcomer that catches up does so alone."""
+        return Alone(self._session.device) if self.catching_up else self.peers
+
+    def gather(self, key: int, payload: Callable[[], bytes]) -> list[bytes]:
+        """Everybody's payload, in the order of ranks, from all who are there in the end."""
+        while True:
+            try:
+                return self.meeting.gather(key, payload())
+            except TermEnded:
+                self.next()
+
+    def next(self) -> Peers:
+        """A peer is gone: go on with those who remain."""
+        self._session.next_view()
+        return self._with(self._session.peers())
+
+    def _with(self, peers: Peers) -> Peers:
+        self._peers = peers
+        for tell in self.on_peers:
+            tell(peers)
+        return peers
+
+    def boundary(self, agreed: int, state: Stateful) -> None:
+        """A step is over. Enter the term that all have agreed on, if it is a new one."""
+        if agreed <= self._session.view.term:
+            return
+        self._session.enter(agreed)
+        peers = self._with(self._session.peers())
+        try:
+            self._hand_over(peers, state.capture() if peers.rank == _DONOR else None)
+        except TermEnded:
+            self.next()
+
+    def join(self, state: Stateful) -> None:
+        """A newcomer enters: it gets the run's state before its first batch."""
+        self._session.join()
+        peers = self._with(self._session.peers())
+        snapshot = self._hand_over(peers, None)
+        assert snapshot is not None
+        state.restore(snapshot)
+        self.catching_up = True
+        self._session.healed()
+
+    def _hand_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
+        """The donor's state, in shared memory, to the newcomer; the others only wait for it to be written."""
+        size = snapshot.nbytes.to_bytes(8, "little") if snapshot else b""
+        size = peers.gather(_STATE, size)[_DONOR]
+        newcomer = peers.rank == peers.size - 1
+        if snapshot is None and not newcomer:
+            peers.gather(_WRITTEN, b"")
+            return None
+        count = int.from_bytes(size, "little")
+        memory = Segment(self._session.segment(f"state-{self._session.view.term}", count), count)
+        if snapshot is not None:
+            snapshot.write(memory.raw(0, count))
+        peers.gather(_WRITTEN, b"")
+        return Snapshot.read(memory.raw(0, count)) if newcomer else None
