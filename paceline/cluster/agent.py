@@ -153,6 +153,12 @@ class Agent:
             )
         worker = Worker(number, process, os.pidfd_open(process.pid), Follower(path), place)
         self._workers.append(worker)
+        self._folder.event(
+            "worker started",
+            f"it stands for worker {place}" if place != number else "the run begins",
+            worker=number,
+            pid=process.pid,
+        )
         self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda _, w=worker: self._on_exit(w))
 
     def _end(self) -> int:
