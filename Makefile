@@ -16,8 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-demo: $(READY) ## LeNet on Fashion-MNIST with 4 workers
-	$(BIN)/paceline run -n 4 examples/fashion_mnist.py
+demo: $(READY) ## LeNet on Fashion-MNIST with 4 workers, one killed on the way
+	$(BIN)/paceline run -n 4 --fault 'kill worker:2 @step 300' examples/fashion_mnist.py
 
 test: $(READY) ## All tests
 	$(BIN)/python -m pytest

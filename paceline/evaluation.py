@@ -54,6 +54,7 @@ class _Array(msgspec.Struct, array_like=True):
 
 def again(run: Run, action: Callable[[], Any]) -> Any:
     """A worker that dies takes its batches' results with it: the rest deal them out anew."""
+    run._between_points("evaluate() and predict()")
     while True:
         try:
             return action()
@@ -112,7 +113,8 @@ def _tensor(item: _Array) -> torch.Tensor:
 def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:
     if not isinstance(loader, DataLoader):
         raise UsageError(f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}")
-    for number, batch in strided(loader, run.terms.meeting.rank, run.terms.meeting.size):
+    meeting = run.terms.meeting
+    for number, batch in strided(loader, meeting.rank, meeting.size, mix(run.settings.seed, _KEY)):
         set_seed(mix(run.settings.seed, _KEY, number), run.device)
         yield number, place(batch, run.device)
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.hooks import Hook
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GROW_AFTER = 2000
 
@@ -50,8 +52,8 @@ class Precision:
     def attach(self, model: nn.Module) -> None:
         if self.kind == "fp32":
             return
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave, always_call=True)
+        model.register_forward_pre_hook(Hook(self._enter, shared=True))
+        model.register_forward_hook(Hook(self._leave, shared=True), always_call=True)
 
     def _enter(self, module: nn.Module, args: Any) -> Any:
         context = torch.autocast(self._device.type, _DTYPES[self.kind])

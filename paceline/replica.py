@@ -22,6 +22,7 @@ class Replica:
         self.schedulers: list[Any] = []
         self.params: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
+        self.buffer_homes: list[tuple[nn.Module, str]] = []
         self._frozen: list[nn.Parameter] = []
 
     def add_model(self, model: nn.Module) -> None:
@@ -36,16 +37,18 @@ class Replica:
     def find_trainable(self) -> None:
         """List what is trained now: shared parameters once, frozen ones left out."""
         seen: set[int] = set()
-        self.params, self._frozen, self.buffers = [], [], []
+        self.params, self._frozen, self.buffers, self.buffer_homes = [], [], [], []
         for model in self.models:
             for param in model.parameters():
                 if id(param) not in seen:
                     seen.add(id(param))
                     (self.params if param.requires_grad else self._frozen).append(param)
-            for buffer in model.buffers():
-                if id(buffer) not in seen and buffer.dtype != torch.bool:
-                    seen.add(id(buffer))
-                    self.buffers.append(buffer)
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and id(buffer) not in seen and buffer.dtype != torch.bool:
+                        seen.add(id(buffer))
+                        self.buffers.append(buffer)
+                        self.buffer_homes.append((module, name))
 
     @property
     def thawed(self) -> bool:
@@ -97,7 +100,7 @@ class Replica:
             for group in optimizer.param_groups:
                 for name in sorted(group):
                     if name != "params":
-                        digest.update(f"{name}={_plain(group[name])};".encode())
+                        digest.update(f"{name}={_words(group[name])};".encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -118,8 +121,15 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         }
 
 
-def _plain(value: Any) -> str:
-    return repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+def _words(value: Any) -> str:
+    """A value as text that is the same in every process; an object of the optimizer's own has none."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_words, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_words(item)}" for key, item in value.items()) + "}"
+    return repr(value) if isinstance(value, (type(None), bool, int, float, str)) else type(value).__name__
 
 
 def _align(tensor: torch.Tensor) -> None:

@@ -24,6 +24,9 @@ from paceline.data.order import mix
 from paceline.data.partition import Split, skew
 from paceline.data.random import set_seed
 from paceline.errors import OWN_GROUP, PacelineError, UsageError
+from paceline.hooks import Hook
+from paceline.launch.boot import tell_usage_errors_shortly
+from paceline.launch.environment import ticket
 from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.session import Session, user_line
@@ -54,10 +57,12 @@ def init(**arguments: Any) -> Run:
         run = paceline.init(seed=1, precision="bf16")
     """
     global current
+    if ticket() is None:
+        tell_usage_errors_shortly()
     if current is not None and not current.finished:
         raise UsageError(f"{user_line()}: paceline.init() was called twice; keep the run it returned")
     if "workers" in arguments:
-        raise UsageError("the number of workers is chosen at launch: paceline run -n 4 train.py")
+        raise UsageError(f"{user_line()}: the number of workers is chosen at launch: paceline run -n 4 train.py")
     _refuse_own_group()
     current = Run(Session(arguments))
     return current
@@ -316,7 +321,7 @@ class Run:
         self._stepper.summed = not self._mean
         if self._stepper.flat_allowed and peers.size > 1:
             for model in self._replica.models:
-                model.register_forward_pre_hook(self._stepper.before_forward)
+                model.register_forward_pre_hook(Hook(self._stepper.before_forward))
         self._attached = True
         self._warn_of_schedulers()
 
@@ -357,6 +362,11 @@ class Run:
                 batch = Batch(stepper, feed, epoch, number)
                 if feed.steps is None and not any(batch.sizes or [0]):
                     break
+                if stepper.active:
+                    raise UsageError(
+                        f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
+                        "one loader; leave the other out of prepare()"
+                    )
                 offered = batch.offered() if stepper.flat_allowed else batch
                 took = time.perf_counter() - start
                 stepper.split.data += took
@@ -466,6 +476,7 @@ class Run:
         """At an epoch's end a wish to stop need not wait for another step."""
         stepper = self._stepper
         assert stepper is not None
+        self._between_points("the end of an epoch")
         self._session.at = "the end of an epoch"
         self._due = self._due_at(stepper.step)
         code = 2 if self._asked else 3 if self._session.board.stop_asked else 1 if self._due else 0
@@ -504,9 +515,21 @@ class Run:
         values: torch.Tensor = again(self, lambda: predict(self, fn, loader))
         return values
 
+    def _between_points(self, what: str) -> None:
+        """Workers meet here: none of them may be in the middle of a reduce point."""
+        if self._stepper is not None:
+            self._stepper.check_left_early()
+            if self._stepper.inside:
+                raise UsageError(f"{user_line()}: {what} inside the loop over run.slots(); move it one level out")
+
     def _guard_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """optimizer.step() where no reduced gradient can be: say so instead of training apart."""
         stepper = self._stepper
+        if stepper is not None and not stepper.alone and (args[1:] or kwargs.get("closure")):
+            raise UsageError(
+                f"{user_line()}: optimizer.step(closure) computes gradients out of reach of the other workers; only a run of "
+                "one slot can use it (paceline run -n 1 --slots 1)"
+            )
         if stepper is not None and stepper.inside:
             raise UsageError(
                 f"{user_line()}: optimizer.step() inside the loop over run.slots(): the gradient is whole only after it; "
@@ -518,9 +541,9 @@ class Run:
                 "run.prepare(), or the loop is not inside `for epoch in run.epochs(n):`"
             )
         if stepper.left_early is not None:
-            stepper._check_left_early()
+            stepper.check_left_early()
         if stepper.call == 0 and not stepper.alone:
-            stepper._no_reduce()
+            stepper.no_reduce()
 
     def _warn(self, text: str) -> None:
         if self.is_main:
@@ -534,6 +557,7 @@ class Run:
         if self.finished:
             return
         self.finished = True
+        self._between_points("the end of the script")
         self._session.at = "the end of the script"
         digest = self._replica.weights_sha256()
         hashes = [raw.decode() for raw in self.terms.gather(_KEYS["finish"], digest.encode)]
@@ -570,19 +594,11 @@ def _finish_at_exit(run: Run) -> None:
         if isinstance(error, UsageError):
             run.finished = True
             run._session.folder.event("failed", str(error))
-            sys.stderr.write(f"paceline: {error}\n")
-            sys.stderr.flush()
-            _exit_code_two()
-            return
+            run._session.folder.write_json(
+                run._session.folder.summary,
+                {"run": run._session.folder.id, "exit": f"failed: {error}", "steps": run.step},
+            )
         previous(kind, error, trace)
 
     sys.excepthook = note
     atexit.register(run.finish)
-
-
-def _exit_code_two() -> None:
-    """Python exits with 1 after an uncaught exception; a mistake in usage is 2."""
-    import os
-
-    atexit._run_exitfuncs()
-    os._exit(2)

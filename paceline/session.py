@@ -71,8 +71,7 @@ class Session:
         self.settings, self.origins = merge(flags, arguments)
         self.worker = self.ticket.worker if self.ticket else 0
         self.started = time.time()
-        self.at = "starting"
-        """What this worker is doing, in words for a message to the others."""
+        self._at = "starting"
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
         self.link: Link | None = None
@@ -95,6 +94,16 @@ class Session:
         self.row.describe(pid=os.getpid())
         self.device = _device(self.settings)
         torch.set_num_threads(self.settings.threads)
+
+    @property
+    def at(self) -> str:
+        """What this worker is doing, in words for a message to the others."""
+        return self._at
+
+    @at.setter
+    def at(self, words: str) -> None:
+        self._at = words
+        self.row.leave_place()  # where it last waited says nothing any more
 
     @property
     def workers(self) -> int:

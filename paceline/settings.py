@@ -7,10 +7,14 @@ No torch in here: the command line reads it too.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
+import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from paceline.errors import UsageError
@@ -74,12 +78,29 @@ def _check(s: Settings) -> None:
             raise UsageError(f"--{name} must be {least} or more; it is {value}")
     for name, known in (("precision", PRECISIONS), ("transport", TRANSPORTS), ("device", DEVICES)):
         if getattr(s, name) not in known:
-            raise UsageError(f"--{name} {getattr(s, name)!r} is none of: {', '.join(known)}")
+            near = did_you_mean(getattr(s, name), known)
+            raise UsageError(f"--{name} {getattr(s, name)!r} is none of: {', '.join(known)}{near}")
     if s.target:
         Target.parse(s.target)
-    from paceline.strategies import check
+    _check_strategy(s.strategy)
 
-    check(s.strategy)
+
+def _check_strategy(name: str) -> None:
+    from paceline.strategies import TABLE, check
+
+    try:
+        check(name)
+    except UsageError as error:
+        raise UsageError(f"{error}{did_you_mean(name, TABLE)}") from None
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """
+    >>> did_you_mean("slot", ["slots", "seed"])
+    "; did you mean 'slots'?"
+    """
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -140,11 +161,35 @@ Origins = dict[str, str]
 
 
 def merge(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Settings, Origins]:
-    """The resolved settings and, for each, its origin: flag, argument, default or derived."""
+    """The resolved settings and, for each, its origin: flag, argument, default or derived.
+
+    Flags are checked before a script is started; so with arguments, a mistake is in the script's line.
+    """
+    try:
+        return _merged(flags, arguments)
+    except UsageError as error:
+        if not arguments:
+            raise
+        raise UsageError(f"{_script_line()}: {error}") from None
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def _script_line() -> str:
+    """Where paceline was called from, as file:line."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "the script"
+
+
+def _merged(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Settings, Origins]:
     known = {f.name for f in dataclasses.fields(Settings)}
     for name in arguments:
         if name not in known:
-            raise UsageError(f"paceline.init() has no setting {name!r}; there are: {', '.join(sorted(known))}")
+            there = ", ".join(sorted(known))
+            raise UsageError(f"paceline.init() has no setting {name!r}; there are: {there}{did_you_mean(name, known)}")
     values = {**{k: v for k, v in arguments.items() if v is not None}, **flags}
     settings = Settings(**values)
     resolved = settings.resolved()

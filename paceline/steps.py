@@ -57,7 +57,7 @@ class Batch:
     it is told which line to add.
     """
 
-    __slots__ = ("_aimed", "_stepper", "drawn", "epoch", "feed", "loaded", "number", "sizes")
+    __slots__ = ("_aimed", "_stepper", "epoch", "feed", "loaded", "number", "sizes")
 
     def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
         self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
@@ -65,8 +65,6 @@ class Batch:
         self.sizes = feed.sizes(epoch, number)
         self.loaded: dict[int, Any] = {}
         """This worker's shares so far: a second reduce point in the step sees the same ones."""
-        self.drawn = 0
-        """Samples drawn from it by this worker so far."""
 
     def share(self, slot: int) -> Any:
         """The slot's share on the device; None if it has no sample."""
@@ -74,7 +72,6 @@ class Batch:
             fetch = self.feed.share if slot in self._aimed else self.feed.extra
             value = fetch(self.epoch, self.number, slot)
             if value is not None:
-                self.drawn += self.sizes[slot] if self.sizes is not None else leading_size(value)
                 value = place(value, self._stepper.device)
             self.loaded[slot] = value
         return self.loaded[slot]
@@ -88,6 +85,11 @@ class Batch:
         if share is None:
             return place(self.feed.stand_in(self.epoch, self.number), self._stepper.device)
         return share
+
+    def count(self, slot: int) -> int:
+        """Samples of a share that was drawn."""
+        share = self.loaded[slot]
+        return 0 if share is None else self.sizes[slot] if self.sizes is not None else leading_size(share)
 
     def weight(self, slot: int, share: Any) -> float:
         """What this share counts for: 1 when all are alike, else its samples."""
@@ -136,8 +138,9 @@ class Stepper:
         self.summed = False
         """Whether shares' gradients are added instead of averaged."""
         self.split = TimeSplit()
-        self._flat_unseeded = False
-        self._draws = 0
+        self._flat_unseeded = self._is_flat = False
+        self._counts: dict[int, int] = {}
+        """Samples of each share that this worker has taken at the point in hand."""
         self._met = False
         self._mark = 0.0
         self.stop_code: Callable[[], int] = lambda: 0
@@ -160,21 +163,24 @@ class Stepper:
     # steps
 
     def begin(self, batch: Batch | None) -> None:
-        self.batch, self.call, self._draws, self.active, self._met = batch, 0, 0, True, False
+        self.batch, self.call, self._counts, self.active, self._met = batch, 0, {}, True, False
         self._strategy.begin_step()
         if self.flat_allowed:
             self._strategy.weigh(self._flat_weight(self.mine[0]))
             self._flat_unseeded = self.workers > 1
-        self._seed_outside()
+        if self._flat_unseeded and self._is_flat:
+            self._seed_flat()
+        else:
+            self._seed_outside()
         self._row.enter(Phase.COMPUTE)
         self._mark = time.perf_counter()
 
     def end(self) -> None:
         """The script is done with this step."""
         self.split.total += time.perf_counter() - self._mark
-        self._check_left_early()
+        self.check_left_early()
         if self.call == 0 and not self.alone:
-            self._no_reduce()
+            self.no_reduce()
         if not self._met:
             self.committed([self.stop_code()])
         self._count_step()
@@ -182,7 +188,7 @@ class Stepper:
 
     def _count_step(self) -> None:
         if not self._met:
-            self.samples += self.batch.drawn if self.batch else 1
+            self.samples += sum(map(self.batch.count, self.batch.loaded)) if self.batch else 1
         self.step += 1
         self._row.progress(self.step, self.epoch, self.samples)
 
@@ -194,7 +200,7 @@ class Stepper:
         self.active = False
         return trained
 
-    def _no_reduce(self) -> NoReturn:
+    def no_reduce(self) -> NoReturn:
         if not self.flat_allowed:
             raise UsageError(
                 f"step {self.step} ended without run.slots(): with {self.slots} slots on {self.workers} workers, add "
@@ -205,7 +211,7 @@ class Stepper:
             "train given to run.prepare()?"
         )
 
-    def _check_left_early(self) -> None:
+    def check_left_early(self) -> None:
         if self.left_early is not None:
             where, self.left_early = self.left_early, None
             raise UsageError(
@@ -222,7 +228,7 @@ class Stepper:
                 f"{user_line()}: run.slots() outside a step. Loop over a loader that was given to run.prepare(), inside "
                 "`for epoch in run.epochs(n):` (or over `run.steps(n)`)"
             )
-        self._check_left_early()
+        self.check_left_early()
         caller = sys._getframe(1)
         where = caller.f_code.co_filename, caller.f_lineno
         leaves = count or self.slots
@@ -230,6 +236,7 @@ class Stepper:
         point = Point(self.step, self.call, leaves)
         self._session.at = point.words
         plan, members = self._open(point)
+        self._counts = {}
         kept = len(plan.parts(self._peers.rank))
         due = plan.leaves_of(self._peers.rank)
         self.inside = True
@@ -244,7 +251,10 @@ class Stepper:
                     # What the point's first members have computed stands; the lost ones' shares come here too.
                     self.next_term()
                     lost = [rank for rank, member in enumerate(members) if member not in self._session.view.members]
-                    due = self._strategy.carry_on(point, plan.without(frozenset(lost)), kept)
+                    rest = plan.without(frozenset(lost))
+                    due = self._strategy.carry_on(point, rest, kept)
+                    mine = set(rest.leaves_of(self._peers.rank)) - set(due)
+                    self._counts = {leaf: count for leaf, count in self._counts.items() if leaf in mine}
         except GeneratorExit:
             self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
             raise
@@ -287,15 +297,17 @@ class Stepper:
         """A share and its weight; the weight is 0 where there is no sample."""
         batch = self.batch
         if batch is None:
-            self._draws += 1
+            self._counts[leaf] = 1
             return leaf, 1.0
         slot, piece = divmod(leaf, times)
         share = batch.share(slot)
         if share is None:
             return None, 0.0
         if times == 1:
+            self._counts[leaf] = batch.count(slot)
             return share, batch.weight(slot, share)
         part = place(_cut(share, piece, times), self.device)
+        self._counts[leaf] = leading_size(part)
         return part, float(leading_size(part))
 
     def weigh(self, weight: float) -> None:
@@ -308,7 +320,7 @@ class Stepper:
     def _commit(self, point: Point) -> None:
         start, waited = time.perf_counter(), self._peers.waited_s
         self._row.enter(Phase.REDUCE)
-        drawn = self.batch.drawn if self.batch else self._draws
+        drawn = sum(self._counts.values())
         quick = self.alone and point.leaves == 1  # nothing was met: the end of the step counts it
         stop = 0 if quick else self.stop_code()
         digest = 0 if quick else self.settings_digest()
@@ -349,10 +361,16 @@ class Stepper:
         return 0.0 if share is None else self.batch.weight(slot, share)
 
     def before_forward(self, module: Any, arguments: Any) -> None:
-        """In a flat loop a share begins with the first forward: from here on draws differ by slot."""
+        """In a flat loop a share begins with the first forward: from here on draws differ by slot.
+
+        Once a script is known to be flat, a share begins with its step.
+        """
         if self._flat_unseeded and self.active and not self.inside and torch.is_grad_enabled():
-            self._flat_unseeded = False
-            set_seed(mix(self._seed, _IN_SHARE, self.step, 0, self.mine[0]), self.device)
+            self._seed_flat()
+
+    def _seed_flat(self) -> None:
+        self._flat_unseeded = False
+        set_seed(mix(self._seed, _IN_SHARE, self.step, 0, self.mine[0]), self.device)
 
     def _flat_begins(self) -> bool:
         """A backward has started outside run.slots(): is it this step's?"""
@@ -364,7 +382,7 @@ class Stepper:
             )
         self._flat_point = Point(self.step, self.call, self.slots)
         self._session.at = self._flat_point.words
-        self._draws += 1
+        self._counts = {0: self.batch.count(self.mine[0]) if self.batch else 1}
         try:
             self._strategy.open(self._flat_point, flat=True)
         except TermEnded as ended:
@@ -381,7 +399,7 @@ class Stepper:
             self._commit(point)
         except TermEnded as ended:
             self._flat_cannot(ended)
-        self._flat_point = None
+        self._flat_point, self._is_flat = None, True
 
     def _flat_cannot(self, ended: TermEnded) -> NoReturn:
         raise UsageError(

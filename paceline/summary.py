@@ -42,7 +42,7 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
     session.folder.event("finished", exit, steps=run.step, weights_sha256=weights_sha256)
     if not session.launched:
         sys.stderr.write(
-            f"paceline: {exit}: {run.step} steps, {summary['samples_per_s']:,.0f} samples/s, "
+            f"paceline: {exit}: {run.step} step{'s' * (run.step != 1)}, {summary['samples_per_s']:,.0f} samples/s, "
             f"weights {weights_sha256[:12]}, in {session.folder.path}\n"
         )
     return summary

@@ -81,6 +81,34 @@ def test_an_unknown_argument_names_the_known_ones() -> None:
         merge({}, {"sead": 1})
 
 
+@pytest.mark.parametrize(
+    ("flags", "arguments", "near"),
+    [
+        ({}, {"slot": 4}, "slots"),
+        ({}, {"strategy": "alreduce"}, "allreduce"),
+        ({"precision": "bf61"}, {}, "bf16"),
+        ({}, {"transport": "glo"}, "gloo"),
+    ],
+)
+def test_a_misspelt_name_gets_the_near_one(flags: dict[str, object], arguments: dict[str, object], near: str) -> None:
+    with pytest.raises(UsageError, match=rf"; did you mean '{near}'\?$"):
+        merge(flags, arguments)
+
+
+def test_a_name_far_from_all_gets_none() -> None:
+    with pytest.raises(UsageError, match="telepathy") as caught:
+        merge({"strategy": "telepathy"}, {})
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_mistake_in_an_argument_begins_with_the_line_that_gave_it() -> None:
+    for arguments in ({"slot": 4}, {"strategy": "x"}, {"slots": 1}):
+        with pytest.raises(UsageError, match=r"^test_settings\.py:\d+: "):
+            merge({"workers": 2}, arguments)
+    with pytest.raises(UsageError, match=r"^--threads must be"):
+        merge({"threads": 0}, {})
+
+
 @pytest.mark.parametrize("arguments", [{"slots": "4"}, {"steps": [1]}, {"seconds": "soon"}])
 def test_a_value_of_the_wrong_kind_is_a_usage_error(arguments: dict[str, object]) -> None:
     """`paceline.init(slots="4")`: the user must hear which setting, not "'<' not supported"."""

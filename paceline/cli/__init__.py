@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
+from typing import NoReturn
 
 import click
 
@@ -21,6 +23,22 @@ _VERBS = {
 
 
 class _Verbs(click.Group):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in _run_flags():
+                raise
+            _needs_run(ctx, given, f"{error.option_name} is a flag of 'paceline run'")
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _VERBS and args[0].endswith(".py"):
+            _needs_run(ctx, args, f"{args[0]} is no verb")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
 
@@ -33,6 +51,16 @@ class _Verbs(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl(list(_VERBS.items()))
+
+
+def _run_flags() -> list[str]:
+    from paceline.cli.run import command
+
+    return [flag for parameter in command.params for flag in parameter.opts]
+
+
+def _needs_run(ctx: click.Context, given: list[str], why: str) -> NoReturn:
+    raise click.UsageError(f"{why}; use: paceline run {shlex.join(given)}", ctx)
 
 
 @click.command(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})

@@ -54,6 +54,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--name", help="The run's name.  [default: date and time]")
 @runs_option
 @click.option("--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print.")
+@click.option(
+    "--fault", "faults", multiple=True, help="Let something go wrong: 'kill worker:2 @step 120', 'kill main @time 20s'."
+)
 @click.option("--dry-run", is_flag=True, help="Resolve the settings, print them with their origins, train nothing.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -64,6 +67,7 @@ def command(
     runs: Path,
     name: str | None,
     show: str,
+    faults: tuple[str, ...],
     dry_run: bool,
     **given: Any,
 ) -> int:
@@ -79,6 +83,7 @@ def command(
     -n up to --slots.
     """
     from paceline.cluster.agent import Agent, Job
+    from paceline.faults.plan import Fault
     from paceline.watch.terminal import Terminal
 
     flags = {name: value for name, value in given.items() if value is not None}
@@ -87,11 +92,16 @@ def command(
         _check_script(script)
     settings, _ = _flag_settings(flags)
     gpus = _gpus_for(settings)
-    job = Job(script, arguments, as_module, flags, settings, show, dry_run, tuple(gpus))
+    planned = tuple(map(Fault.parse, faults))
+    job = Job(script, arguments, as_module, flags, settings, show, dry_run, tuple(gpus), planned)
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="paceline-dry-") as nowhere:
             return Agent(job, RunFolder.create(Path(nowhere), name), Terminal(1)).run()
-    return Agent(job, RunFolder.create(runs, name), Terminal(settings.workers)).run()
+    folder = RunFolder.create(runs, name)
+    code = Agent(job, folder, Terminal(settings.workers)).run()
+    if code == 2 and "sys.exit(2)" in folder.read_json(folder.summary).get("exit", ""):
+        _tell_strays(arguments, flags)
+    return code
 
 
 def _flag_settings(flags: dict[str, Any]) -> tuple[Settings, dict[str, str]]:
@@ -100,14 +110,39 @@ def _flag_settings(flags: dict[str, Any]) -> tuple[Settings, dict[str, str]]:
 
 
 def _check_order(arguments: tuple[str, ...], flags: dict[str, Any]) -> None:
-    for flag in ("-n", "--workers"):
-        if flag in arguments and "workers" not in flags:
-            at = arguments.index(flag)
-            raise UsageError(
-                f"{' '.join(arguments[at : at + 2])} stands after the script, so it would go to the script; paceline's own "
-                f"flags come before it: paceline run {' '.join(arguments[at : at + 2])} SCRIPT …  (if your script has a "
-                f"{flag} of its own, give paceline's too)"
-            )
+    stray = _stray(arguments, flags, ("workers",))
+    if stray:
+        raise UsageError(
+            f"{stray} stands after the script, so it would go to the script; paceline's own flags come before it: "
+            f"paceline run {stray} SCRIPT …  (if your script has a {_flag(stray)} of its own, give paceline's too)"
+        )
+
+
+def _tell_strays(arguments: tuple[str, ...], flags: dict[str, Any]) -> None:
+    """The script refused its arguments: perhaps one was meant for paceline."""
+    stray = _stray(arguments, flags, tuple(name for name in vars(Settings()) if name != "workers"))
+    if stray:
+        click.echo(
+            f"paceline: {stray} stands after the script, so it went to the script; paceline's own flags come before it: "
+            f"paceline run {stray} SCRIPT …  (unless your script has a {_flag(stray)} of its own)",
+            err=True,
+        )
+
+
+def _stray(arguments: tuple[str, ...], flags: dict[str, Any], settings: tuple[str, ...]) -> str:
+    """The first flag of one of these settings among the script's arguments, with its value; or nothing."""
+    mine = {flag: option for option in command.params if option.name in settings for flag in option.opts}
+    for at, argument in enumerate(arguments):
+        option = mine.get(_flag(argument))
+        if option is not None and option.name not in flags:
+            alone = "=" in argument or getattr(option, "is_flag", False)
+            return " ".join(arguments[at : at + (1 if alone else 2)])
+    return ""
+
+
+def _flag(argument: str) -> str:
+    """--slots of '--slots=4' and of '--slots 4'"""
+    return re.split("[= ]", argument)[0]
 
 
 def _check_script(script: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 
 from paceline.cli.options import runs_option
 from paceline.watch.folder import RunFolder
+from paceline.watch.lines import aligned, compact
+from paceline.watch.terminal import counted, summary_rows
 
 
 @click.command("show")
@@ -19,26 +23,64 @@ def command(run: str, runs: Path) -> None:
 
     RUN is a run's id, the beginning of one, or 'last'.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    from paceline.watch.terminal import summary_rows
-
     folder = RunFolder.find(runs, run)
-    console = Console(soft_wrap=True, highlight=False)
     summary, config = folder.read_json(folder.summary), folder.read_json(folder.config)
-    result = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in summary_rows(summary or {"exit": "running, or lost"}, str(folder.path)):
-        result.add_row(f"[bold]{name}[/bold]", value)
-    console.print(result)
-    settings = Table("setting", "value", "from", box=None, padding=(0, 2, 0, 0))
-    for name, value in config.get("settings", {}).items():
-        settings.add_row(name, str(value), config.get("origins", {}).get(name, ""))
-    console.print()
-    console.print(settings)
-    console.print()
-    first = None
-    for event in folder.read_lines(folder.events):
-        first = first or event["time"]
-        moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        console.print(f"{moment}  {event['event']}: {event['why']}", markup=False)
+    settings, origins = config.get("settings", {}), config.get("origins", {})
+    of_settings = {name: settings[name] for name in ("workers", "slots", "threads", "strategy") if name in settings}
+    known = {"exit": "running, or lost", **of_settings, **summary}
+    table = [("setting", "value", "from"), *((k, str(v), origins.get(k, "")) for k, v in settings.items())]
+    parts: list[Sequence[Sequence[str]]] = [
+        summary_rows(known, str(folder.path)),
+        table if settings else [],
+        timeline(folder.read_lines(folder.events)),
+    ]
+    click.echo("\n\n".join("\n".join(aligned(part)) for part in parts if part))
+
+
+@dataclass
+class _Told:
+    """Events that say the same of several workers, one right after the other."""
+
+    at: float
+    event: str
+    why: str
+    who: str
+    workers: list[int] = field(default_factory=list)
+
+
+def timeline(events: Iterable[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Seconds since the first event, what happened, to whom, and why."""
+    told: list[_Told] = []
+    for event in events:
+        new = _told(event)
+        if told and new.workers and told[-1].workers and _same(told[-1], new):
+            told[-1].workers += new.workers
+        else:
+            told.append(new)
+    return [(f"{t.at - told[0].at:7.1f} s", t.event, t.who or _names(t.workers), t.why) for t in told]
+
+
+def _same(one: _Told, other: _Told) -> bool:
+    return (one.event, one.why) == (other.event, other.why)
+
+
+def _told(event: dict[str, Any]) -> _Told:
+    name, lines = event["event"], str(event["why"]).splitlines()
+    why, who, worker = lines[0] if lines else "", "", event.get("worker")
+    workers = event.get("workers")
+    if isinstance(workers, list):
+        who = _names(workers)
+    elif isinstance(workers, int):
+        who = counted(workers, "worker")
+    if "term" in event:
+        why = f"term {event['term']}: {why}"
+    if worker is not None:
+        why = why.removeprefix(f"worker {worker}: ").removeprefix(f"worker {worker} ")
+    if name == "finished":
+        result = f"{counted(event['steps'], 'step')}, weights {event['weights_sha256'][:12]}"
+        why = result if why == name else f"{why}; {result}"
+    return _Told(event["time"], name, why, who, [worker] if worker is not None else [])
+
+
+def _names(workers: list[int]) -> str:
+    return f"worker{'s' * (len(workers) > 1)} {compact(sorted(workers))}" if workers else ""

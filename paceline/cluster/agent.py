@@ -23,6 +23,7 @@ from paceline.cluster import control
 from paceline.cluster.board import Abort, Board, Phase, Seen
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Membership, Publish, Start, View
 from paceline.cluster.memory import Segments
+from paceline.faults.plan import Fault
 from paceline.launch.environment import Ticket, worker_environment
 from paceline.settings import Settings
 from paceline.watch.folder import RunFolder
@@ -52,6 +53,8 @@ class Job:
     show: str = "main"
     dry_run: bool = False
     gpus: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    """What is to go wrong on purpose."""
 
 
 @dataclass
@@ -89,6 +92,7 @@ class Agent:
         self._after: dict[int, View] = {}
         """For each term, the view that followed the first death in it."""
         self._deaths = 0
+        self._faults = list(job.faults)
         self._segments = Segments(job.settings.shm_limit)
         self._facts: dict[str, str] = {}
         self._asking: list[tuple[socket.socket, str]] = []
@@ -132,7 +136,7 @@ class Agent:
 
     def _start(self) -> None:
         job = self._job
-        self._folder.event("launched", f"paceline run {job.target}", workers=self._count)
+        self._folder.event("launched", " ".join(["paceline run", job.target, *job.arguments]), workers=self._count)
         for number in range(self._count):
             self._start_worker(number, number)
 
@@ -153,6 +157,7 @@ class Agent:
             )
         worker = Worker(number, process, os.pidfd_open(process.pid), Follower(path), place)
         self._workers.append(worker)
+        self._board.row(number).enter(Phase.STARTING)
         self._folder.event(
             "worker started",
             f"it stands for worker {place}" if place != number else "the run begins",
@@ -171,7 +176,8 @@ class Agent:
         if self._killed or not (summary or all(row.phase == Phase.FINISHED for row in self._rows())):
             why = "killed by a second Ctrl-C" if self._killed else "no worker trained anything"
             self._write_failed_summary(why)
-            self._terminal.notice(why)
+            if not {"-h", "--help"} & set(self._job.arguments):
+                self._terminal.notice(why)
             return 130 if self._killed else 0
         if self._job.show != "none":
             self._terminal.table(summary, str(self._folder.path))
@@ -209,6 +215,7 @@ class Agent:
         self._tell_waits(rows, now)
         self._check_odd_exits(now)
         self._send_newcomers_home()
+        self._inject(rows, now - self._started)
         if self._failure is not None and now - self._failure.at > _GRACE_S:
             self._kill_all()
 
@@ -322,6 +329,14 @@ class Agent:
             control.send(sock, control.Next(view.term, list(view.members), self._deaths))
         except OSError:
             return  # it is dying: its pidfd will say so
+
+    def _inject(self, rows: list[Seen], seconds: float) -> None:
+        for fault in list(self._faults):
+            worker = fault.due(rows, seconds)
+            if worker is not None:
+                self._faults.remove(fault)
+                self._folder.event("fault", fault.text, worker=worker, step=self._board.see(worker).step)
+                self._kill(self._workers[worker])
 
     def _free_place(self) -> int:
         taken = {worker.place for worker in self._workers if worker.exit_code is None}

@@ -208,5 +208,8 @@ class Row:
         raw = text.encode()[: _PLACE_BYTES - 1] + b"\0"
         self._map[self._text_at : self._text_at + len(raw)] = raw
 
+    def leave_place(self) -> None:
+        self._map[self._text_at] = 0
+
     def release(self) -> None:
         self._words.release()

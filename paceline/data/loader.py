@@ -28,7 +28,7 @@ from paceline.data.partition import BatchShares, GivenBatches, ItemShares, RowSh
 from paceline.data.random import next_draws, seeded, set_seed
 from paceline.errors import UsageError
 
-_ITEM = 7  # keeps item seeds apart from step seeds
+_ITEM, _COLLATE = 7, 8  # keep the seeds of items and of their collation apart from those of steps
 _ORIGINAL = "_paceline_original"
 _KNOWN = 1
 with seeded(_KNOWN):
@@ -123,6 +123,11 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, tagged: tuple[int, list[int]]) -> Any:
         key, ids = tagged
+        samples = self._fetch(key, ids)
+        set_seed(mix(key, ids[0], _COLLATE))  # a collate_fn may draw too (masking, mixing)
+        return samples
+
+    def _fetch(self, key: int, ids: list[int]) -> Any:
         if self._many is not None:
             set_seed(mix(key, ids[0]))
             return self._many(ids)
@@ -238,7 +243,7 @@ class TensorFeed:
 
     def stand_in(self, epoch: int, step: int) -> Any:
         first = _any_id(self._shares, epoch, step)
-        return [tensor[first : first + 1] for tensor in self._tensors]
+        return [tensor[first : first + 1].clone() for tensor in self._tensors]
 
     def stop(self) -> None:
         return
@@ -313,8 +318,8 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any, dataset: Any) -> DataLo
     return inner
 
 
-def strided(loader: DataLoader[Any], first: int, stride: int) -> Iterator[tuple[int, Any]]:
-    """The loader's own batches number first, first + stride, …, each with its number."""
+def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Iterator[tuple[int, Any]]:
+    """The loader's own batches number first, first + stride, …, each with its number; draws follow the sample."""
     if isinstance(loader.dataset, IterableDataset):
         for number, item in enumerate(_copy_of(loader)):
             if number % stride == first:
@@ -322,7 +327,7 @@ def strided(loader: DataLoader[Any], first: int, stride: int) -> Iterator[tuple[
         return
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     mine = list(source)[first::stride]
-    inner = _with_sampler(loader, mine, loader.dataset)
+    inner = _with_sampler(loader, [(key, ids) for ids in mine], _Seeded(loader.dataset))
     yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)
 
 

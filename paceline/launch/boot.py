@@ -6,6 +6,7 @@ in it; the log file has it in full. No torch in here: a script that never trains
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import faulthandler
@@ -38,7 +39,7 @@ def main() -> None:
         _run_target(target, rest, as_module)
         code = _finish()
     except SystemExit as error:
-        code = _after_exit(error)
+        code = _after_exit(error, rest)
     except BaseException as error:  # noqa: BLE001  whatever ends a script ends here, and is told
         code = _report(error)
     _leave(code)
@@ -94,9 +95,11 @@ class _NeverCalled(PacelineError):
     exit_code = 2
 
 
-def _after_exit(error: SystemExit) -> int:
+def _after_exit(error: SystemExit, arguments: list[str]) -> int:
     code = error.code
     number = code if isinstance(code, int) else 0 if code is None else 1
+    if number == 0 and _current_run() is None and {"-h", "--help"} & set(arguments):
+        return 0
     if number == 0:
         try:
             return _finish()
@@ -124,6 +127,24 @@ def _report(error: BaseException) -> int:
     _tell(Failed(text, trace, code, follows=follows))
     sys.stderr.write((trace or text) + "\n")
     return code
+
+
+def tell_usage_errors_shortly() -> None:
+    """For plain `python`, where no agent tells them: a mistake in usage is one line and exit code 2."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, UsageError):
+            previous(kind, error, trace)
+            return
+        sys.stderr.write(f"paceline: {error}\n")
+        sys.stderr.flush()
+        if not sys.flags.interactive and not hasattr(sys, "ps1"):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(error.exit_code)  # after an uncaught exception Python itself would leave with 1
+
+    sys.excepthook = hook
 
 
 def _line_calling(function: str, trace: TracebackType | None) -> str | None:
@@ -180,7 +201,6 @@ def _leave(code: int) -> None:
 
 
 def _leave_cleanly() -> None:
-    import atexit
     import threading
 
     threading._shutdown()  # type: ignore[attr-defined]

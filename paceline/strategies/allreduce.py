@@ -1,8 +1,6 @@
 """All-reduce: the workers meet each other at every step and exchange gradients.
 
 The sum runs over the slots in one fixed tree, so the result is the same bits at any worker count.
-Buffers (BatchNorm's running statistics and counters) follow one rule: every share starts from the
-step's first values, and the buffer moves by the weighted mean of the shares' moves.
 """
 
 from __future__ import annotations
@@ -15,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.strategies.base import Point, Scaled
+from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
 from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
@@ -47,7 +47,7 @@ class AllReduce:
         replica = self._replica
         self._reducer = Reducer([*replica.params, *replica.buffers], len(replica.params), self._peers)
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._start = [torch.empty_like(buffer) for buffer in replica.buffers]
+        self._buffers = Buffers(replica)
         self._overlap = None
         if self._peers.size > 1 or self._scaled:
             self._overlap = Overlap(replica.params, self._reducer, self._grad_of, self._flat_backward_starts)
@@ -66,8 +66,8 @@ class AllReduce:
 
     def begin_step(self) -> None:
         """Remember the buffers every share of this step starts from."""
-        if self._start and self._overlap is not None:
-            torch._foreach_copy_(self._start, self._replica.buffers)
+        if self._overlap is not None:
+            self._buffers.begin()
 
     def open(self, point: Point, flat: bool) -> None:
         if self._replica.thawed:
@@ -95,11 +95,11 @@ class AllReduce:
         """
         for index, param in enumerate(self._replica.params):
             if param.grad is not None:
-                old = param.grad.clone() if own and param.grad is own[index] else param.grad
+                ours = own and param.grad.data_ptr() == own[index].data_ptr()
+                old = param.grad.clone() if ours else param.grad
                 param.grad = old
                 self._kept[index] = (old, param.register_hook(partial(self._first_touch, index)))
-        if self._start:
-            torch._foreach_copy_(self._start, self._replica.buffers)
+        self._buffers.begin()
 
     def _first_touch(self, index: int, grad: torch.Tensor) -> None:
         """Just before a share's gradient is added to a parameter that had one already."""
@@ -130,9 +130,8 @@ class AllReduce:
             self._settle_rest(ran=bool(self._weight))
         grads: list[torch.Tensor | None] = [param.grad if self._weight else None for param in replica.params]
         with torch.no_grad():
-            if self._start:
-                grads += [_move(now, start) for now, start in zip(replica.buffers, self._start, strict=True)]
-                torch._foreach_copy_(replica.buffers, self._start)
+            moves = self._buffers.take()
+            grads += moves if self._weight else [None] * len(moves)
             self._reducer.fold(leaf, grads, self._weight)
         for param in replica.params:
             param.grad = None
@@ -169,7 +168,7 @@ class AllReduce:
 
     def _give_back(self, outcome: Outcome) -> None:
         replica, views = self._replica, outcome.views
-        for index, (param, present) in enumerate(zip(replica.params, outcome.present, strict=True)):
+        for index, (param, present) in enumerate(zip(replica.params, outcome.present, strict=False)):
             if index in outcome.sparse:
                 rows = outcome.sparse[index]
                 param.grad = views[index].to(param.dtype) + rows if present else rows
@@ -180,13 +179,10 @@ class AllReduce:
             param = replica.params[index]
             param.grad = old if param.grad is None else param.grad + old
         self._old = {}
-        if self._start:
-            # Buffers move by a mean whatever the gradients do: undo what only those are divided by.
-            factor = outcome.divisor / outcome.weight if outcome.weight else 1.0
-            moves = [move if factor == 1.0 else move * factor for move in views[len(replica.params) :]]
-            total = [start + _rounded(move, start.dtype) for start, move in zip(self._start, moves, strict=True)]
-            torch._foreach_copy_(replica.buffers, total)
-            torch._foreach_copy_(self._start, total)
+        # Buffers move by a mean whatever the gradients do: undo what only those are divided by.
+        factor = outcome.divisor / outcome.weight if outcome.weight else 1.0
+        count = len(replica.params)
+        self._buffers.settle(views[count:], outcome.present[count:], factor)
 
     # loops without run.slots()
 
@@ -195,19 +191,20 @@ class AllReduce:
 
     def _flat_backward_starts(self) -> bool:
         """Called by the first gradient hook outside a point."""
-        if self._flat_begin is None or self._flat_finish is None or not self._flat_begin():
+        if self._flat_begin is None or self._flat_finish is None:
             return False
+        fresh = [param.grad for param in self._replica.params if param.grad is not None]
+        if not self._flat_begin():
+            return False
+        if self._scaled and len(fresh) > 1:
+            # The first hook of this backward has just fired: any other gradient is an older one, unscaled.
+            raise UsageError(
+                "fp16 in a flat loop cannot add a backward to gradients that are there already: add the inner loop "
+                "`for x, y in run.slots():` around forward and backward, or use precision bf16"
+            )
         torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)
         return True
 
     def close(self) -> None:
         if self._overlap is not None:
             self._overlap.close()
-
-
-def _move(now: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    return now - start if now.is_floating_point() else (now - start).double()
-
-
-def _rounded(move: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return move.to(dtype) if dtype.is_floating_point else move.round().to(dtype)

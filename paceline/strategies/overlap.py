@@ -78,9 +78,12 @@ class Overlap:
     def _leave(self) -> None:
         while self._next < len(self._waiting) and self._waiting[self._next] == 0:
             with torch.no_grad():
-                if not self._reducer.finish_early(self._next, self._grad_of, self._weight):
+                if not self._reducer.finish_early(self._next, self._grad_of, self._weight, self._swap):
                     return
             self._next += 1
+
+    def _swap(self, index: int, grad: torch.Tensor) -> None:
+        self._params[index].grad = grad
 
     def close(self) -> None:
         for hook in self._hooks:

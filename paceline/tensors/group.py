@@ -40,6 +40,8 @@ def nccl(store: Any, rank: int, size: int) -> Any:
 class GroupPeers:
     """`data` moves the sums; `control` (Gloo) moves lanes and messages."""
 
+    reads_late = False
+
     def __init__(self, rank: int, size: int, data: Any, control: Any, watch: Watch, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.waited_s = 0.0

@@ -47,6 +47,8 @@ def watches(watch: Watch, machine: int, sizes: tuple[int, ...]) -> tuple[Renamed
 class MachinePeers:
     """`sizes`: how many workers each machine has; `local`: this machine's; `across`: the leaders', for a leader."""
 
+    reads_late = True
+
     def __init__(
         self, machine: int, sizes: tuple[int, ...], local: SharedPeers, across: GroupPeers | None, watch: Watch
     ) -> None:

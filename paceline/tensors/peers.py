@@ -35,6 +35,8 @@ class Peers(Protocol):
     size: int
     device: torch.device
     """Where the parts and the total lie."""
+    reads_late: bool
+    """Whether the parts are read only once all have met: until then they may still be changed."""
 
     @property
     def waited_s(self) -> float:
@@ -80,7 +82,7 @@ class Memory:
 class Alone:
     """A group of one: the same interface, no one to wait for."""
 
-    rank, size, waited_s = 0, 1, 0.0
+    rank, size, waited_s, reads_late = 0, 1, 0.0, True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -65,8 +65,8 @@ class Outcome:
 class Reducer:
     """Folds shares and meets the peers, over a fixed list of tensors.
 
-    The first `count` tensors are parameters, whose gradient may be absent; the rest are buffers,
-    whose change is folded like a gradient and is always there.
+    The first `count` tensors are parameters, the rest buffers, whose change is folded like a gradient.
+    Either may be absent from a share.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], count: int, peers: Peers) -> None:
@@ -82,7 +82,7 @@ class Reducer:
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
         for index, piece in enumerate(self.layout.pieces):
             self._in_bucket[piece.bucket].append(index)
-        self._mask_words = -(-count // _MASK_BITS)
+        self._mask_words = -(-len(tensors) // _MASK_BITS)
 
     # opening
 
@@ -101,7 +101,7 @@ class Reducer:
         self._sparse: list[SparseLeaf] = []
         self._sent: set[int] = set()
         self._early: set[int] = set()
-        self._left: dict[int, list[tuple[torch.Tensor | None, int]]] = {}
+        self._left: dict[int, list[tuple[torch.Tensor | None, int, torch.Tensor]]] = {}
 
     def _expect(self, parts: Sequence[Range], first: int = 0) -> None:
         """The shares that will be folded, for the parts from number `first` on."""
@@ -167,8 +167,8 @@ class Reducer:
         expected, part, merges, last = self._todo[self._at]
         assert leaf == expected, f"share {leaf} came when {expected} was due"
         grads = self._take_sparse(leaf, grads, weight)
-        for index in range(self._count):
-            if grads[index] is not None:
+        for index, grad in enumerate(grads):
+            if grad is not None:
                 self._mask |= 1 << index
         if last:
             self._find_changed(grads)
@@ -182,11 +182,16 @@ class Reducer:
         self._at += 1
 
     def _find_changed(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """The script may clip or mask a share's gradient after backward, when its bucket has left."""
+        """The script may clip or mask a share's gradient after backward, when its bucket has left.
+
+        Where the gradient now lies in the part itself, a change in place is in it already. Else it is
+        compared; on a GPU, where that would wait for the device, by its version alone.
+        """
         for bucket, left in self._left.items():
-            now = [grads[index] for index in self._in_bucket[bucket]]
-            if any(a is not b or (a is not None and a._version != v) for a, (b, v) in zip(now, left, strict=True)):
-                self._early.add(bucket)
+            for now, (then, version, sent) in zip((grads[i] for i in self._in_bucket[bucket]), left, strict=True):
+                same = now is then and (now is None or now is sent or _unchanged(now, version, sent))
+                if not same:
+                    self._early.add(bucket)
 
     def _fold_inner(self, merges: int, leaf: Sequence[torch.Tensor | None]) -> None:
         if not merges:
@@ -228,17 +233,37 @@ class Reducer:
             at = self.layout.buckets[bucket]
             self.peers.parts()[part][at.flat][at.start : at.stop].copy_(flats[at.flat][at.start : at.stop])
 
-    def finish_early(self, bucket: int, grad_of: Callable[[int], torch.Tensor | None], weight: float) -> bool:
-        """This bucket's gradients of the last share are complete: let it leave now, if it can."""
+    def finish_early(
+        self,
+        bucket: int,
+        grad_of: Callable[[int], torch.Tensor | None],
+        weight: float,
+        swap: Callable[[int, torch.Tensor], None],
+    ) -> bool:
+        """This bucket's gradients of the last share are complete: let it leave now, if it can.
+
+        It can where the part is this one share as it is. If the group reads the part only when all have
+        met, `swap` lays the parameters' gradients into it: whatever the script still does to them
+        counts. Else the bucket is sent, and later compared with what the script made of it.
+        """
         _, part, merges, _ = self._todo[self._at]
-        if self._in_bucket[bucket][-1] >= self._count:
-            return False  # buffers are final only when the share is
-        grads = [grad_of(index) if weight else None for index in self._in_bucket[bucket]]
-        if any(grad is not None and grad.is_sparse for grad in grads):
+        indices = self._in_bucket[bucket]
+        if merges or weight != 1.0 or self._staged or indices[-1] >= self._count:
             return False
+        views = self._views(self._part(part))
+        grads = [grad_of(index) for index in indices]
+        for index, grad in zip(indices, grads, strict=True):
+            if grad is not None and (grad.is_sparse or grad.requires_grad or grad.dtype != views[index].dtype):
+                return False
         self._finish_bucket(bucket, part, merges, grads, weight)
         self._sent.add(bucket)
-        self._left[bucket] = [(grad, -1 if grad is None else grad._version) for grad in grads]
+        left: list[tuple[torch.Tensor | None, int, torch.Tensor]] = []
+        for index, grad in zip(indices, grads, strict=True):
+            final = views[index] if grad is not None and self.peers.reads_late else grad
+            if final is not grad:
+                swap(index, views[index])
+            left.append((final, -1 if final is None else final._version, views[index]))
+        self._left[bucket] = left
         self.peers.post(bucket)
         return True
 
@@ -312,12 +337,16 @@ class Reducer:
         at = _WEIGHTS_AT + self._plan.most_parts
         words = np.bitwise_or.reduce(rows[:, at : at + self._mask_words], axis=0).tolist()
         mask = sum(word << (_MASK_BITS * number) for number, word in enumerate(words))
-        present = [bool(mask >> index & 1) for index in range(self._count)]
+        present = [bool(mask >> index & 1) for index in range(len(self.layout.pieces))]
         outcome = Outcome(views, weight, divisor, present, rows[:, at + self._mask_words :])
         if rows[:, 1].any():
             everyone = [leaf for raw in self.peers.gather(key, pack(self._sparse)) for leaf in unpack(raw)]
             outcome.sparse = add_sparse(everyone, self._plan.leaves, divisor, self._device)
         return outcome
+
+
+def _unchanged(grad: torch.Tensor, version: int, sent: torch.Tensor) -> bool:
+    return grad._version == version and (grad.is_cuda or torch.equal(grad, sent))
 
 
 def _weighted(grads: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:

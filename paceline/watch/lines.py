@@ -1,7 +1,8 @@
-"""Following log files, and folding what several workers say alike into one line. No clock inside."""
+"""Lines of text: following log files, folding what several workers say alike, columns. No clock inside."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,3 +79,17 @@ def compact(workers: list[int]) -> str:
         else:
             parts.append([worker, worker])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of words as lines with straight columns; the last column may be as long as it likes."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def shortened(text: str, width: int) -> str:
+    """
+    >>> shortened("worker 1 was killed", 12)
+    'worker 1 wa…'
+    """
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -39,7 +39,8 @@ class Terminal:
         self._own_bar = False
         """The script draws a bar of its own (it uses \\r): ours keeps out of its way."""
         self._last_plain = time.monotonic()
-        self._seen: tuple[float, int] = (time.monotonic(), 0)
+        self._seen: tuple[float, int] | None = None
+        """When samples were counted last, and how many; from the first step on, so that no start-up is in it."""
         self._rate = ""
 
     def output(self, who: str, line: str) -> None:
@@ -66,7 +67,7 @@ class Terminal:
         if main.phase in (Phase.STARTING, Phase.FINISHED) or not main.step:
             return
         now = time.monotonic()
-        then, before = self._seen
+        then, before = self._seen = self._seen or (now, main.samples)
         if now - then >= 1.0:
             self._rate = f"{(main.samples - before) / (now - then):,.0f} samples/s"
             self._seen = (now, main.samples)
@@ -112,36 +113,43 @@ class Terminal:
 
 
 def summary_rows(summary: dict[str, Any], path: str) -> list[tuple[str, str]]:
-    """The final table, as pairs of words."""
+    """The final table, as pairs of words. What a run that failed early does not know is left out."""
     split = summary.get("time_split") or {}
     total = sum(split.values()) or 1.0
-    rows = [
-        ("exit", str(summary.get("exit", "?"))),
-        (
-            "steps",
-            f"{summary.get('steps', 0):,} ({summary.get('epochs', 0)} epochs, {summary.get('samples', 0):,} samples)",
-        ),
-    ]
+    rows = [("exit", str(summary.get("exit", "?"))), ("steps", _steps_words(summary))]
     rows += [
         (name, f"{value:.4f}" if isinstance(value, float) else str(value))
         for name, value in (summary.get("metrics") or {}).items()
     ]
     rows += [
-        (
-            "speed",
-            f"{summary.get('samples_per_s', 0):,.0f} samples/s, {summary.get('wall_s', 0):.1f} s in all",
-        ),
-        ("time", "  ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items()) or "-"),
-        (
-            "workers",
-            f"{counted(summary.get('workers'), 'worker')}, {counted(summary.get('slots'), 'slot')}, "
-            f"{counted(summary.get('threads'), 'thread')} each, {summary.get('strategy')}",
-        ),
-        ("weights", str(summary.get("weights_sha256", "-"))),
+        ("speed", _speed_words(summary)),
+        ("time", "  ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items())),
+        ("workers", _workers_words(summary)),
+        ("weights", str(summary.get("weights_sha256", ""))),
         ("folder", path),
     ]
-    return rows
+    return [(name, value) for name, value in rows if value]
 
 
-def counted(number: Any, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
+def _steps_words(summary: dict[str, Any]) -> str:
+    if "steps" not in summary:
+        return ""
+    inside = [
+        counted(summary[key], word) for key, word in (("epochs", "epoch"), ("samples", "sample")) if key in summary
+    ]
+    return f"{summary['steps']:,}" + (f" ({', '.join(inside)})" if inside else "")
+
+
+def _speed_words(summary: dict[str, Any]) -> str:
+    known = [f"{summary['samples_per_s']:,.0f} samples/s"] if "samples_per_s" in summary else []
+    return ", ".join(known + ([f"{summary['wall_s']:.1f} s in all"] if "wall_s" in summary else []))
+
+
+def _workers_words(summary: dict[str, Any]) -> str:
+    known = [counted(summary[f"{word}s"], word) for word in ("worker", "slot") if f"{word}s" in summary]
+    known += [f"{counted(summary['threads'], 'thread')} each"] if "threads" in summary else []
+    return ", ".join(known + ([str(summary["strategy"])] if "strategy" in summary else []))
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number:,} {word}" + ("" if number == 1 else "s")

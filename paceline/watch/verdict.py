@@ -8,6 +8,8 @@ from paceline.cluster.board import Phase, Seen
 
 QUIET_S = 5.0
 """Nothing waits in silence for longer."""
+START_QUIET_S = 15.0
+"""Before anybody's first step: imports, data and the first kernels take as long as they do."""
 
 _WAITING = (Phase.REDUCE, Phase.WAITING_FOR_MAIN)
 
@@ -18,7 +20,8 @@ def verdict(rows: Sequence[Seen]) -> tuple[int, str] | None:
     if starting and len(starting) == len(rows):
         row = starting[0]
         return row.worker, f"all workers are still starting after {row.since_s:.0f} s"
-    waiting = [row for row in rows if _waits(row) and row.since_s > QUIET_S]
+    quiet_s = QUIET_S if any(row.step for row in rows) else START_QUIET_S
+    waiting = [row for row in rows if _waits(row) and row.since_s > quiet_s]
     if not waiting:
         return None
     longest = max(waiting, key=lambda row: row.since_s)

@@ -36,6 +36,32 @@ def test_the_header_is_seen_through_the_other_mapping(boards: tuple[Board, Board
     assert (worker.abort, worker.main_ready, worker.stop_asked) == (Abort.NONE, False, False)
 
 
+def test_the_dead_are_said_to_be_gone_and_nothing_else_changes(boards: tuple[Board, Board]) -> None:
+    agent, worker = boards
+    row = worker.row(1)
+    row.describe(pid=77)
+    row.enter(Phase.REDUCE)
+    assert not any(worker.gone(number) for number in range(3))
+    agent.bury(1)
+    assert [worker.gone(number) for number in range(3)] == [False, True, False]
+    row.enter(Phase.COMPUTE)
+    row.progress(9, 9, 9)
+    row.waits_for(2)
+    assert worker.gone(1), "what a row says of itself does not raise the dead"
+    row.release()
+    assert (agent.see(1).pid, agent.see(1).phase, agent.abort, agent.next_term) == (77, Phase.COMPUTE, Abort.NONE, 0)
+
+
+def test_the_next_term_is_announced_and_withdrawn(boards: tuple[Board, Board]) -> None:
+    agent, worker = boards
+    assert worker.next_term == 0
+    agent.next_term = 1 << 40
+    assert worker.next_term == 1 << 40
+    assert (worker.abort, worker.main_ready, worker.stop_asked) == (Abort.NONE, False, False)
+    agent.next_term = 0
+    assert worker.next_term == 0
+
+
 def test_a_fresh_row_is_a_worker_that_starts(boards: tuple[Board, Board]) -> None:
     seen = boards[0].see(2)
     assert (seen.worker, seen.pid, seen.phase, seen.since_s) == (2, 0, Phase.STARTING, 0.0)

@@ -17,15 +17,20 @@ from hypothesis import strategies as st
 from paceline.cluster import control
 from paceline.cluster.control import (
     SECRET_BYTES,
+    After,
     ConnectionClosed,
     Done,
+    Entering,
     Failed,
     Get,
     Granted,
+    Healed,
     Hello,
     Link,
+    Next,
     Notice,
     Put,
+    Ready,
     Refused,
     Segment,
     Value,
@@ -55,9 +60,16 @@ def content_of(fd: int) -> bytes:
     return os.pread(fd, 100, 0)
 
 
+WELCOME = Welcome(rows=108, term=3, members=[0, 2, 5], deaths=2)
+
 MESSAGES = [
     Hello(3, 4321),
-    Welcome(8),
+    WELCOME,
+    Ready(9),
+    Healed(9),
+    After(3),
+    Entering(4),
+    Next(5, [2, 0, 7], 3),
     Segment("term-1/meet", 1 << 40),
     Granted(5),
     Put("store", "29500"),
@@ -107,14 +119,14 @@ def test_a_message_that_comes_byte_by_byte_is_put_together(pair: Pair) -> None:
 
 def test_descriptors_travel_with_their_message(pair: Pair) -> None:
     fds = [memfd(content) for content in (b"board", b"one", b"two")]
-    control.send(pair[0], Welcome(2), (fds[0],))
+    control.send(pair[0], WELCOME, (fds[0],))
     control.send(pair[0], Done())
     control.send(pair[0], Granted(9), (fds[1], fds[2]))
     inodes = [os.fstat(fd).st_ino for fd in fds]
     for fd in fds:
         os.close(fd)
     got = [control.receive(pair[1]) for _ in range(3)]
-    assert [message for message, _ in got] == [Welcome(2), Done(), Granted(9)]
+    assert [message for message, _ in got] == [WELCOME, Done(), Granted(9)]
     arrived = [received for _, received in got]
     assert [len(received) for received in arrived] == [1, 0, 2]
     flat = [fd for received in arrived for fd in received]
@@ -276,7 +288,7 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
             assert control.admit(sock, SECRET)
             message, _ = control.receive(sock)
             fd = memfd(b"board")
-            control.send(sock, Welcome(message.worker + 1), (fd,))
+            control.send(sock, Welcome(9, 1, [message.worker], 0), (fd,))
             os.close(fd)
 
     thread = threading.Thread(target=agent)
@@ -284,7 +296,7 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
     link = Link(server[0], SECRET)
     answer, fds = link.ask(Hello(6, os.getpid()))
     thread.join()
-    assert answer == Welcome(7)
+    assert answer == Welcome(9, 1, [6], 0)
     assert [content_of(fd) for fd in fds] == [b"board"]
     os.close(fds[0])
     with pytest.raises(OSError):

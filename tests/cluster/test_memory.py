@@ -96,6 +96,38 @@ def test_a_kernel_that_says_no_is_quoted_and_nothing_leaks(segments: Segments, m
     assert segments.grant("a", MIB, 2)[0] == Granted(MIB), "it can be asked for again"
 
 
+def test_what_is_forgotten_can_be_given_again(segments: Segments) -> None:
+    """Groups of terms that are over; their room is free, and the name stands for new memory."""
+    fds = {name: segments.grant(name, 3 * MIB, 2)[1] for name in ("group-2/memory-1", "group-3/memory-1")}
+    assert isinstance(segments.grant("group-4/memory-1", 3 * MIB, 2)[0], Refused)
+    segments.forget(lambda name: name.startswith("group-2/"))
+    old, kept = fds["group-2/memory-1"], fds["group-3/memory-1"]
+    assert old is not None and kept is not None
+    with pytest.raises(OSError):
+        os.fstat(old)
+    assert segments.grant("group-3/memory-1", 3 * MIB, 2) == (Granted(3 * MIB), kept), "the other one stays"
+    assert segments.grant("group-4/memory-1", 3 * MIB, 2)[0] == Granted(3 * MIB)
+    segments.forget(lambda name: "4" in name)
+    assert segments.grant("group-2/memory-1", MIB, 2)[0] == Granted(MIB), "of another size, too"
+    segments.forget(lambda name: False)
+    segments.forget(lambda name: True)
+    segments.forget(lambda name: True)
+    assert segments.grant("all", 8 * MIB, 2)[0] == Granted(8 * MIB)
+
+
+def test_whoever_has_a_forgotten_segment_mapped_keeps_it(segments: Segments) -> None:
+    _, fd = segments.grant("a", 4096, 2)
+    assert fd is not None
+    with mmap.mmap(fd, 4096) as held:
+        held[:4] = b"held"
+        segments.forget(lambda name: True)
+        _, again = segments.grant("a", 4096, 2)
+        assert again is not None
+        with mmap.mmap(again, 4096) as fresh:
+            assert fresh[:4] == b"\0\0\0\0"
+        assert held[:4] == b"held"
+
+
 def test_closing_gives_everything_back() -> None:
     segments = Segments(0)
     fds = [segments.grant(name, 4096, 1)[1] for name in "abc"]

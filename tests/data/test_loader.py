@@ -536,7 +536,7 @@ def test_strides_cover_each_batch_once(stride: int, workers: int) -> None:
     whole = [plain(batch) for batch in DataLoader(numbers(11), batch_size=3)]
     got = {}
     for first in range(stride if not workers else min(stride, 2)):
-        mine = list(strided(loader, first, stride))
+        mine = list(strided(loader, first, stride, 3))
         assert [number for number, _ in mine] == list(range(first, 4, stride))
         got.update({number: plain(batch) for number, batch in mine})
     assert all(whole[number] == batch for number, batch in got.items())
@@ -547,17 +547,17 @@ def test_strides_cover_each_batch_once(stride: int, workers: int) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_strides_over_streams_items_and_given_batches(first: int) -> None:
     want = list(range(first, 5, 2))
-    streamed = list(strided(DataLoader(Stream(9), batch_size=2), first, 2))
+    streamed = list(strided(DataLoader(Stream(9), batch_size=2), first, 2, 3))
     assert [(n, b[:, 0].tolist()) for n, b in streamed] == [(n, list(range(2 * n, min(2 * n + 2, 9)))) for n in want]
-    items = list(strided(DataLoader(numbers(5), batch_size=None), first, 2))
+    items = list(strided(DataLoader(numbers(5), batch_size=None), first, 2, 3))
     assert [(n, int(item[1])) for n, item in items] == [(n, n) for n in want]
-    given = list(strided(DataLoader(numbers(5), batch_sampler=[[k, 4 - k] for k in range(5)]), first, 2))
+    given = list(strided(DataLoader(numbers(5), batch_sampler=[[k, 4 - k] for k in range(5)]), first, 2, 3))
     assert [(n, b[1].tolist()) for n, b in given] == [(n, [n, 4 - n]) for n in want]
 
 
 def test_strides_see_through_an_adopted_loader_and_leave_it_as_it_is() -> None:
     loader = DataLoader(numbers(6), batch_size=2)
     adopt(loader, lambda: iter(["the run's"]), lambda: 1)
-    assert [number for number, _ in strided(loader, 0, 1)] == [0, 1, 2]
+    assert [number for number, _ in strided(loader, 0, 1, 3)] == [0, 1, 2]
     assert list(loader) == ["the run's"]
     assert type(loader.batch_sampler) is BatchSampler

@@ -33,7 +33,7 @@ HOWS = {
     "raises": ("raise RuntimeError('boom')", 1, "worker 1: RuntimeError: boom"),
     "exits": ("sys.exit(3)", 3, "worker 1: the script called sys.exit(3)"),
     "segfaults": ("ctypes.string_at(0)", 1, "worker 1 was killed by SIGSEGV"),
-    "is killed": ("os.kill(os.getpid(), 9)", 1, "worker 1 was killed by SIGKILL"),
+    "aborts": ("os.abort()", 1, "worker 1 was killed by SIGABRT"),
     "leaves": ("os._exit(0)", 1, "worker 1 left the script early, with exit code 0"),
 }
 

@@ -39,6 +39,8 @@ class Table:
 
 
 class Member:
+    reads_late = False
+
     def __init__(self, table: Table, rank: int, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device, self.waited_s = rank, table.size, device, 0.0
         self._table = table

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.watch.lines import Fold, Follower, compact
+from paceline.watch.lines import Fold, Follower, aligned, compact, shortened
 
 
 class Log:
@@ -141,3 +141,17 @@ def test_at_the_end_everything_is_said() -> None:
 )
 def test_workers_are_named_shortly(workers: list[int], text: str) -> None:
     assert compact(workers) == text
+
+
+def test_columns_are_straight_and_the_last_is_free() -> None:
+    assert aligned([("a", "long one", "x"), ("bcd", "", "no end " * 9), ("e", "f", "")]) == [
+        "a    long one  x",
+        "bcd            " + ("no end " * 9).rstrip(),
+        "e    f",
+    ]
+    assert aligned([]) == []
+
+
+@pytest.mark.parametrize(("width", "text"), [(20, "finished"), (8, "finished"), (7, "finish…"), (1, "…")])
+def test_what_is_too_long_ends_with_an_ellipsis(width: int, text: str) -> None:
+    assert shortened("finished", width) == text

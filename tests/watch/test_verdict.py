@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.cluster.board import Phase, Seen
-from paceline.watch.verdict import QUIET_S, verdict
+from paceline.watch.verdict import QUIET_S, START_QUIET_S, verdict
 
 LONG = QUIET_S + 3.0
 
@@ -31,6 +31,15 @@ def test_nothing_is_said_while_all_compute() -> None:
 
 def test_nothing_is_said_of_a_short_wait() -> None:
     assert verdict([row(0, Phase.REDUCE, QUIET_S), row(1, Phase.COMPUTE, 60)]) is None
+
+
+def test_before_the_first_step_a_longer_wait_is_usual() -> None:
+    def rows(since_s: float, step: int) -> list[Seen]:
+        return [row(0, Phase.REDUCE, since_s, step=step, waits_for=1), row(1, Phase.SCRIPT, 2.0, step=0)]
+
+    assert verdict(rows(START_QUIET_S, step=0)) is None
+    assert verdict(rows(START_QUIET_S + 0.1, step=0)) is not None
+    assert verdict(rows(QUIET_S + 0.1, step=1)) is not None
 
 
 def test_the_one_that_is_waited_for_is_named_with_what_it_does() -> None:

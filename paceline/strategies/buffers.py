@@ -1,0 +1,55 @@
+"""Buffers (BatchNorm's running statistics and counters) follow one rule at any worker count: every share
+starts from the values the step began with, and a buffer moves by the weighted mean of the shares' moves.
+
+A buffer that no share changed is left alone, so a constant one may hold anything (a mask of -inf).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.replica import Replica
+
+
+class Buffers:
+    def __init__(self, replica: Replica) -> None:
+        self._tensors, self._homes = replica.buffers, replica.buffer_homes
+        self._start = [torch.empty_like(tensor) for tensor in self._tensors]
+
+    def begin(self) -> None:
+        """Shares start from what the buffers hold now."""
+        if self._tensors:
+            torch._foreach_copy_(self._start, self._tensors)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """How far a share has moved each buffer (None: not at all), which is put back for the next share."""
+        moves: list[torch.Tensor | None] = []
+        for index, (tensor, (module, name)) in enumerate(zip(self._tensors, self._homes, strict=True)):
+            now, start = module._buffers[name], self._start[index]
+            assert now is not None
+            # By value: BatchNorm's kernel does not bump a version. A GPU is not waited for: all count as changed.
+            if not now.is_cuda and torch.equal(now, start):
+                moves.append(None)
+                module._buffers[name] = tensor
+                continue
+            moves.append(_move(now, start))
+            module._buffers[name] = tensor  # a module may have put a new tensor in its place
+            tensor.copy_(start)
+        return moves
+
+    def settle(self, moves: Sequence[torch.Tensor], present: Sequence[bool], factor: float) -> None:
+        """All shares are in: `moves` times `factor` is their mean."""
+        for index, tensor in enumerate(self._tensors):
+            if present[index]:
+                move = moves[index] if factor == 1.0 else moves[index] * factor
+                rounded = move if tensor.dtype.is_floating_point else move.round()
+                tensor.copy_(self._start[index] + rounded.to(tensor.dtype))
+                self._start[index].copy_(tensor)
+
+
+def _move(now: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    if not now.is_floating_point():
+        return (now - start).double()
+    return torch.where(now == start, torch.zeros_like(now), now - start)  # inf - inf is not a number

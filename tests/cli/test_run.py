@@ -1,0 +1,96 @@
+"""`paceline run` and plain `python`, where a script or its arguments are not as they should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import BODY, HEAD, environment, launch, write_script
+
+PARSER = (
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('--seed')\np.add_argument('--lr')\np.parse_args()\n"
+)
+
+
+@pytest.mark.parametrize("given", [("--slots", "4"), ("--slots=4",), ("--lr", "1", "--share-gpus")])
+def test_a_flag_after_the_script_is_pointed_at_when_the_script_refuses_it(
+    tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    result = launch(tmp_path, PARSER, args=given)
+    stray = " ".join(given).removeprefix("--lr 1 ")
+    assert result.code == 2
+    assert f"{stray} stands after the script" in result.last_line
+    assert f"paceline run {stray} SCRIPT" in result.last_line
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"), [((), ("--lr", "1", "--bogus")), (("--seed", "1"), ("--seed", "2", "--bogus"))]
+)
+def test_other_refused_arguments_get_no_hint(tmp_path: Path, flags: tuple[str, ...], given: tuple[str, ...]) -> None:
+    result = launch(tmp_path, PARSER, *flags, args=given)
+    assert result.code == 2 and "stands after the script" not in result.err
+
+
+def test_a_script_that_fails_otherwise_gets_no_hint(tmp_path: Path) -> None:
+    result = launch(tmp_path, PARSER + "import sys; sys.exit(3)", args=("--seed", "1"))
+    assert result.code == 3 and "stands after the script" not in result.err
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_a_script_may_print_its_own_help(tmp_path: Path, flag: str) -> None:
+    result = launch(tmp_path, PARSER, "-n", "2", args=(flag,))
+    assert result.code == 0 and "show this help message" in result.out
+    assert "paceline.init()" not in result.err
+
+
+def test_an_exit_with_0_without_init_is_still_a_mistake(tmp_path: Path) -> None:
+    result = launch(tmp_path, PARSER + "import sys; sys.exit(0)", "-n", "2")
+    assert result.code == 2 and "without paceline.init()" in result.last_line
+
+
+WRONG = {
+    "strategy='alreduce'": "unknown strategy 'alreduce'; .*; did you mean 'allreduce'?",
+    "slot=4": "paceline.init() has no setting 'slot'; .*; did you mean 'slots'?",
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+@pytest.mark.parametrize("how", ["python", "paceline run"])
+def test_a_wrong_argument_of_init_is_one_line(tmp_path: Path, argument: str, how: str) -> None:
+    begin, end = WRONG[argument].split(".*")
+    path = write_script(tmp_path, HEAD.replace("init()", f"init({argument})") + BODY)
+    command = [sys.executable, *(["-m", "paceline", "run", "-n", "2"] if how == "paceline run" else []), str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert f"train.py:5: {begin}" in line and line.endswith(end)
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 2), (("-i",), 0)])
+def test_a_mistake_under_plain_python_ends_with_2_but_not_a_prompt(
+    tmp_path: Path, flags: tuple[str, ...], code: int
+) -> None:
+    script = """
+    import atexit
+    from paceline.errors import UsageError
+    from paceline.launch.boot import tell_usage_errors_shortly
+    tell_usage_errors_shortly()
+    atexit.register(print, "the end")
+    raise UsageError("no")
+    """
+    path = write_script(tmp_path, script)
+    done = subprocess.run(
+        [sys.executable, *flags, str(path)], input="", env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, "the end\n")
+    assert done.stderr.startswith("paceline: no\n") and "Traceback" not in done.stderr
+
+
+def test_other_errors_under_plain_python_are_left_to_python(tmp_path: Path) -> None:
+    code = "import paceline.launch.boot as b; b.tell_usage_errors_shortly(); raise ValueError('no')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ValueError: no" in done.stderr

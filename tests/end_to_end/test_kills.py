@@ -1,0 +1,369 @@
+"""Workers are killed while a run trains: the others carry on, a new one joins, and the result is the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.launching import HEAD, Result, environment, launch, write_script
+from tests.end_to_end.test_failures import left_processes
+
+EPOCHS, STEPS, SAMPLES = 15, 60, 15 * 168
+SLOTS = ("--slots", "12")
+PATIENCE_S = 80
+
+SCRIPT = """
+import hashlib, json, os, sys, time
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+import paceline
+
+size, loaders, *orders = sys.argv[1:]   # orders: WORKER:STEP:MOMENT dies there; hold:STEP waits for a newcomer
+run = paceline.init(seed=5)
+
+def at(moment):
+    if f"{run._session.worker}:{run.step}:{moment}" in orders:
+        os.kill(os.getpid(), 9)
+
+class Noisy(Dataset):
+    def __init__(self):
+        g = torch.Generator().manual_seed(7)
+        self.x, self.y = torch.randn(168, 13, generator=g), torch.randint(0, 4, (168,), generator=g)
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, k):
+        return self.x[k] + 0.1 * torch.randn(13), self.y[k]
+
+width = 16 if size == "small" else 300
+model = nn.Sequential(nn.Linear(13, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width),
+                      nn.Tanh(), nn.Linear(width, 4))
+critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+loader = DataLoader(Noisy(), batch_size=48, shuffle=True, num_workers=int(loaders))
+held_out = DataLoader(TensorDataset(torch.randn(40, 13, generator=torch.Generator().manual_seed(8))), batch_size=7)
+run.prepare(model, critic, optimizer, critic_optimizer, scheduler, loader)
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+run.register("ema", ema)
+
+def dies_inside(name):
+    peers = run._stepper._peers
+    plain = getattr(peers, name)
+    def called(*arguments):
+        at(name)
+        return plain(*arguments)
+    setattr(peers, name, called)
+
+def score(batch):
+    at("evaluate")
+    return {"sum": model(batch[0]).sigmoid().sum(), "count": len(batch[0])}
+
+for epoch in run.epochs(15):
+    for batch in loader:
+        at("batch")
+        if f"{run._session.worker}:{run.step}:total" in orders:
+            dies_inside("total")
+        if f"{run._session.worker}:{run.step}:open" in orders:
+            dies_inside("open")
+        if f"hold:{run.step}" in orders:
+            while not run._session.board.next_term:
+                time.sleep(0.001)
+        shares = 0
+        for x, y in run.slots():
+            shares += 1
+            if shares == 2:
+                at("second share")
+            seen = run.state.get("steps", 0)
+            loss = F.cross_entropy(model(x), y) * (1 + 0.01 * (seen % 5)) + run.state.get("score", 0.0) * 1e-3 * model(x).mean()
+            loss.backward()
+            at("backward")
+        at("reduced")
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        at("optimizer")
+        optimizer.step(); optimizer.zero_grad(); critic.zero_grad()
+        if size == "small":
+            for x, y in run.slots():
+                at("second loop")
+                (critic(model(x).detach() + 0.1 * torch.randn(len(x), 4)) - 1).square().mean().backward()
+            critic_optimizer.step(); critic_optimizer.zero_grad()
+        scheduler.step()
+        ema.update_parameters(model)
+        run.state["steps"] = seen + 1
+        run.log(loss=loss)
+        at("end")
+    sums = run.evaluate(score, held_out)
+    run.state["score"] = sums["sum"] / sums["count"]
+    run.state.setdefault("scores", []).append(run.state["score"])
+    at("epoch")
+    if epoch % 4 == 3:
+        with torch.no_grad():
+            for mine, mean in zip(model.parameters(), ema.module.parameters()):
+                mine.lerp_(mean, 0.1)
+if run.is_main:
+    said = hashlib.sha256(b"".join(t.numpy().tobytes() for t in ema.state_dict().values())).hexdigest()
+    learned = {"ema": said, "state": run.state, "lr": scheduler.get_last_lr()}
+    (run.dir / "learned.json").write_text(json.dumps(learned))
+at("finish")
+"""
+
+
+class Going:
+    """A run that is under way."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self.folder, self.process = folder, process
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            text = (self.folder / name).read_text()
+        except OSError:
+            return []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def wait_for(self, what: Callable[[], Any], words: str) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := what()):
+            assert self.process.poll() is None, f"{words} never came: {self.process.communicate()}"
+            assert time.monotonic() < deadline, f"{words} has not come: {self.lines('events.jsonl')}"
+            time.sleep(0.002)
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")), f"step {step}")
+
+    def event(self, name: str, **fields: Any) -> Callable[[], dict[str, Any] | None]:
+        def found() -> dict[str, Any] | None:
+            for event in self.lines("events.jsonl"):
+                if event["event"] == name and all(event.get(key) == value for key, value in fields.items()):
+                    return event
+            return None
+
+        return found
+
+    def kill(self, *workers: int, by: signal.Signals = signal.SIGKILL) -> None:
+        pids = [
+            self.wait_for(self.event("worker started", worker=worker), f"worker {worker}")["pid"] for worker in workers
+        ]
+        for pid in pids:
+            os.kill(pid, by)
+
+
+@contextmanager
+def going(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> Iterator[Going]:
+    path = write_script(folder, script)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "--runs", "runs", "--name", "it", *flags, str(path), *args],
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield Going(folder / "runs" / "it", process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def ended(run: Going) -> Result:
+    out, err = run.process.communicate(timeout=PATIENCE_S)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    return Result(run.process.returncode, out, err, run.folder, summary)
+
+
+def learned(result: Result) -> dict[str, Any]:
+    assert result.code == 0, f"exit code {result.code}\n{result.out}\n{result.err}"
+    return {"weights": result.weights, **json.loads((result.folder / "learned.json").read_text())}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What one worker learns, by size of the model; trained once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(size: str) -> dict[str, Any]:
+        if size not in known:
+            result = launch(tmp_path_factory.mktemp(size), SCRIPT, "-n", "1", *SLOTS, args=(size, "0"))
+            assert (result.summary["steps"], result.summary["samples"]) == (STEPS, SAMPLES), result.err
+            known[size] = learned(result)
+        return known[size]
+
+    return of
+
+
+def check(result: Result, want: dict[str, Any], folder: Path, deaths: int) -> None:
+    """The same training as undisturbed, nobody counted twice, nothing left."""
+    assert learned(result) == want, result.err
+    assert (result.summary["steps"], result.summary["samples"]) == (STEPS, SAMPLES)
+    assert result.summary["exit"] == "finished"
+    killed = [e for e in result.events() if e["event"] == "worker ended" and e["exit_code"] in (-9, -15)]
+    assert len(killed) >= deaths, result.events()
+    assert left_processes(str(folder)) == []
+    for worker in {event["worker"] for event in result.events() if event["event"] == "worker started"}:
+        assert "Traceback" not in (result.folder / "logs" / f"worker-{worker}.log").read_text()
+
+
+Undisturbed = Callable[[str], dict[str, Any]]
+
+# killed from outside
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM], ids=lambda by: by.name)
+def test_one_worker_at_any_step(
+    tmp_path: Path, seed: int, size: str, by: signal.Signals, undisturbed: Undisturbed
+) -> None:
+    """SIGKILL strikes an ordinary worker, SIGTERM main; the replacement takes part in the last steps."""
+    draw = random.Random(f"{seed}{size}{by}")
+    step, victim = draw.randrange(STEPS - 8), draw.choice([1, 2]) if by is signal.SIGKILL else 0
+    print(f"worker {victim} from step {step} on")
+    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=(size, "0", f"hold:{STEPS - 6}")) as run:
+        run.wait_for_step(step)
+        run.kill(victim, by=by)
+        result = ended(run)
+    check(result, undisturbed(size), tmp_path, 1)
+    joined = next(event for event in result.events() if event["event"] == "joined")
+    assert joined["worker"] == 3
+    assert f"worker {victim} was killed by {by.name}; going on with 2 workers" in result.err
+
+
+def test_two_workers_at_once(tmp_path: Path, seed: int, undisturbed: Undisturbed) -> None:
+    draw = random.Random(f"{seed} two")
+    step, victims = draw.randrange(STEPS - 8), draw.sample(range(3), 2)
+    print(f"workers {victims} from step {step} on")
+    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", f"hold:{STEPS - 6}")) as run:
+        run.wait_for_step(step)
+        run.kill(*victims)
+        result = ended(run)
+    check(result, undisturbed("small"), tmp_path, 2)
+
+
+def test_a_replacement_that_is_killed_while_it_starts(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Another one is started in its place, and joins."""
+    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("large", "0", f"hold:{STEPS - 6}")) as run:
+        run.wait_for_step(5)
+        run.kill(1)
+        run.kill(3)
+        result = ended(run)
+    check(result, undisturbed("large"), tmp_path, 2)
+    assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [4]
+
+
+# killed at an exact moment
+
+MOMENTS = {
+    "in the first step's second share": ["1:0:second share"],
+    "before the first share": ["2:0:batch"],
+    "main behind its last backward": ["0:7:backward"],
+    "between the reduce and the optimizer": ["1:9:reduced", "2:9:optimizer"],
+    "after all have met": ["1:6:total"],
+    "main, after all have met": ["0:6:total"],
+    "at the opening of a point": ["2:6:open"],
+    "in evaluate": ["1:8:evaluate"],
+    "main in evaluate": ["0:8:evaluate"],
+    "between two epochs": ["2:8:epoch"],
+    "at a step's end, and another in the retry": ["2:13:batch", "1:13:backward"],
+    "in the last step": ["1:59:second share"],
+    "at the end of the script": ["1:60:finish"],
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_at_this_moment(tmp_path: Path, moment: str, undisturbed: Undisturbed) -> None:
+    orders = MOMENTS[moment]
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
+    check(result, undisturbed("small"), tmp_path, len(orders))
+
+
+@pytest.mark.parametrize("order", ["1:6:total", "0:6:second share", "2:0:backward", "1:8:evaluate"])
+def test_at_this_moment_with_large_gradients(tmp_path: Path, order: str, undisturbed: Undisturbed) -> None:
+    """Over 256 KiB the workers add up chunks for each other, and meet once more."""
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("large", "0", order))
+    check(result, undisturbed("large"), tmp_path, 1)
+
+
+def test_in_a_second_reduce_point(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", "1:5:second loop", "0:30:second loop"))
+    check(result, undisturbed("small"), tmp_path, 2)
+
+
+def test_replacements_carry_on_alone(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Each newcomer joins, then an original dies, until none of them is left."""
+    orders = ["1:3:backward", "hold:6", "0:9:second share", "hold:11", "2:14:optimizer", "hold:19", "3:22:evaluate"]
+    orders += ["4:24:evaluate", "hold:27"]
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
+    check(result, undisturbed("small"), tmp_path, 4)
+    joined = [event["worker"] for event in result.events() if event["event"] == "joined"]
+    assert joined[:3] == [3, 4, 5]
+
+
+def test_joining_at_the_end_of_an_epoch_and_of_the_run(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Steps 7 and 59 are the last ones of their epochs: the newcomer goes straight to evaluate()."""
+    orders = ["1:5:batch", "hold:7", "2:57:batch", "hold:59"]
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
+    check(result, undisturbed("small"), tmp_path, 2)
+    assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [3, 4]
+
+
+def test_loader_processes_and_augmentation(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    orders = ["1:5:second share", "hold:10", "0:13:second loop"]
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "2", *orders))
+    check(result, undisturbed("small"), tmp_path, 2)
+
+
+# where nobody can take over
+
+DIES = """
+import os
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(50):
+    for {loop}
+        if run.step == 3 and run._session.worker in {victims}:
+            os.kill(os.getpid(), 9)
+        {shares}F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+FLAT, NESTED = ("x, y in loader:", ""), ("batch in loader:", "for x, y in run.slots(): ")
+
+
+def dying(shape: tuple[str, str], *victims: int) -> str:
+    return HEAD + DIES.format(loop=shape[0], shares=shape[1], victims=victims or "()")
+
+
+def test_a_flat_loop_says_what_to_add(tmp_path: Path) -> None:
+    result = launch(tmp_path, dying(FLAT, 1), "-n", "3", "--slots", "3")
+    assert result.code == 2
+    assert re.search(r"worker 1 is gone.*flat loop.*for x, y in run\.slots\(\):", result.last_line), result.err
+    assert str(result.summary["exit"]).startswith("failed")
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_gloo_names_the_worker_that_was_lost(tmp_path: Path) -> None:
+    result = launch(tmp_path, dying(NESTED, 1), "-n", "3", "--slots", "6", "--transport", "gloo")
+    assert result.code == 1
+    assert "worker 1 was killed by SIGKILL" in result.last_line
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_one_worker_alone_names_the_signal(tmp_path: Path) -> None:
+    result = launch(tmp_path, dying(NESTED, 0), "-n", "1", "--slots", "6")
+    assert result.code == 1 and "worker 0 was killed by SIGKILL" in result.last_line
+
+
+def test_nobody_is_left(tmp_path: Path) -> None:
+    result = launch(tmp_path, dying(NESTED, 0, 1, 2), "-n", "3", "--slots", "6")
+    assert result.code == 1 and "no worker is left" in result.last_line
+    assert str(result.summary["exit"]).startswith("failed")
+    assert left_processes(str(tmp_path)) == []

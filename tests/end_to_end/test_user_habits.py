@@ -1,0 +1,117 @@
+"""Habits of real scripts that once broke bits, hung or crashed: each at one worker and at two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import launch, write_script
+
+SCRIPT = """
+import copy, sys, torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+import paceline
+
+run, habit, drawn = paceline.init(), sys.argv[1], []
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.unused = nn.Linear(4, 3), nn.Linear(300, 300)
+        self.register_buffer("mask", torch.full((3,), float("-inf")))
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if habit == "reassigned buffer" and self.training:
+            self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y
+
+class Items(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+class Draws(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.randn(())
+
+def collate(samples):
+    drawn.append(float(torch.rand(())))
+    x, y = default_collate(samples)
+    return x + torch.randn(()), y
+
+g = torch.Generator().manual_seed(1)
+X, Y = torch.randn(64, 4, generator=g), torch.randint(0, 3, (64,), generator=g)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if habit == "a function in param_groups":
+    optimizer.param_groups[0]["filter"] = lambda p: True
+random_collate = habit == "random collate_fn"
+loader = DataLoader(
+    Items() if random_collate else TensorDataset(X, Y),
+    batch_size=16, shuffle=True, collate_fn=collate if random_collate else None,
+)
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for batch in loader:
+        for x, y in run.slots():
+            (F.cross_entropy(model(x), y) * 20).backward()
+            if habit == "clamp through .data":
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.data.clamp_(-0.5, 0.5)
+            if habit == "evaluate inside the slots":
+                run.evaluate(lambda batch: {"n": 1}, loader)
+            if habit == "leave both loops":
+                break
+        if habit == "leave both loops":
+            break
+        if habit == "deepcopy":
+            copy.deepcopy(model)(x)
+        if habit == "closure":
+            optimizer.step(lambda: model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+assert torch.isinf(model.mask).all(), model.mask
+if habit == "evaluate draws":
+    print("sum", run.evaluate(lambda batch: {"sum": float(batch.sum())}, DataLoader(Draws(), batch_size=8))["sum"])
+if random_collate:
+    assert len(set(drawn)) == len(drawn), drawn
+"""
+
+
+@pytest.mark.parametrize(
+    "habit",
+    ["a mask of -inf", "reassigned buffer", "a function in param_groups", "random collate_fn", "clamp through .data",
+     "deepcopy", "evaluate draws"],
+)  # fmt: skip
+def test_bits_are_the_same_whatever_the_script_is_used_to(tmp_path: Path, habit: str) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    one, two = (launch(tmp_path, script, "-n", str(n), "--slots", "2", args=(habit,), name=f"n{n}") for n in (1, 2))
+    assert one.weights == two.weights
+    said = [[line for line in run.out.splitlines() if "sum" in line] for run in (one, two)]
+    assert [line.split("sum")[-1] for line in said[0]] == [line.split("sum")[-1] for line in said[1]]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        ("evaluate inside the slots", "inside the loop over run.slots(); move it one level out"),
+        ("leave both loops", "the inner loop over run.slots() was left early"),
+        ("closure", "optimizer.step(closure) computes gradients out of reach"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_any_worker_count(tmp_path: Path, habit: str, words: str, workers: str) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    result = launch(tmp_path, script, "-n", workers, "--slots", "2", args=(habit,))
+    assert result.code == 2, result.err
+    assert words in result.last_line and "train.py:" in result.last_line

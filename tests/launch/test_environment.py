@@ -1,0 +1,32 @@
+"""What a worker starts with: its ticket, the settings the bits need, and its GPU by the place it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launch.environment import MARK, Ticket, ticket, worker_environment
+
+TICKET = Ticket(7, "paceline-x", "ab" * 32, "/runs/it", {"slots": 12})
+
+
+def test_a_ticket_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = worker_environment({"HOME": "/h"}, TICKET, 1, 3, None, False)
+    monkeypatch.setenv(MARK, env[MARK])
+    assert ticket() == TICKET
+    monkeypatch.delenv(MARK)
+    assert ticket() is None
+    assert env["HOME"] == "/h" and env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "3"
+    assert "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_a_launchers_own_names_are_taken_out() -> None:
+    base = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "USER": "u"}
+    env = worker_environment(base, TICKET, 0, 1, None, False)
+    assert env["USER"] == "u" and not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(env)
+
+
+@pytest.mark.parametrize(("place", "share", "gpu"), [(0, False, "GPU-a"), (2, False, "5"), (4, True, "3"), (5, True, "5")])
+def test_the_gpu_is_that_of_the_place_and_not_of_the_number(place: int, share: bool, gpu: str) -> None:
+    """Worker 7 replaces another one and gets the GPU that became free; its number is beyond their count."""
+    env = worker_environment({"CUDA_VISIBLE_DEVICES": "9"}, TICKET, place, 1, ["GPU-a", "3", "5"], share)
+    assert env["CUDA_VISIBLE_DEVICES"] == gpu

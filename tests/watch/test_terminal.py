@@ -1,0 +1,68 @@
+"""What the terminal shows: a speed without the start-up, and words only for what is known."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from paceline.cluster.board import Phase, Seen
+from paceline.watch.terminal import Terminal, counted, summary_rows
+
+
+def main_at(step: int, samples: int) -> list[Seen]:
+    return [
+        Seen(
+            worker=0,
+            pid=1,
+            phase=Phase.COMPUTE,
+            since_s=0.0,
+            step=step,
+            epoch=0,
+            total_steps=100,
+            samples=samples,
+            metric=0.0,
+            place="",
+            waits_for=None,
+        )
+    ]
+
+
+def test_the_first_speed_counts_from_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    terminal = Terminal(1)
+    now += 8.5
+    terminal.progress(main_at(0, 0))
+    terminal.progress(main_at(1, 64))
+    now += 2.0
+    terminal.progress(main_at(50, 64 + 28_000))
+    assert "step 50/100  epoch 1  14,000 samples/s" in capsys.readouterr().err
+    terminal.close()
+
+
+def test_the_final_table_counts_in_words() -> None:
+    rows = dict(
+        summary_rows({"exit": "finished", "steps": 1200, "epochs": 1, "samples": 4800, "wall_s": 2.0}, "runs/x")
+    )
+    assert rows["steps"] == "1,200 (1 epoch, 4,800 samples)"
+    assert rows["speed"] == "2.0 s in all"
+    full = {"workers": 1, "slots": 4, "threads": 2, "strategy": "allreduce", "samples_per_s": 10.4, "wall_s": 1.0}
+    rows = dict(summary_rows(full, "runs/x"))
+    assert rows["workers"] == "1 worker, 4 slots, 2 threads each, allreduce"
+    assert rows["speed"] == "10 samples/s, 1.0 s in all"
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert summary_rows({"exit": "failed: boom", "workers": 2}, "runs/x") == [
+        ("exit", "failed: boom"),
+        ("workers", "2 workers"),
+        ("folder", "runs/x"),
+    ]
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (1234, "1,234 steps")])
+def test_one_is_not_many(number: int, words: str) -> None:
+    assert counted(number, "step") == words
