@@ -122,6 +122,11 @@ class Session:
         return self.ticket is not None
 
     @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint that this run goes on from."""
+        return Path(self.ticket.resume) if self.ticket is not None and self.ticket.resume else None
+
+    @property
     def dry_run(self) -> bool:
         """Started only to see what the settings come to."""
         return self.ticket is not None and self.ticket.dry_run

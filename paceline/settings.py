@@ -41,6 +41,8 @@ class Settings:
     transport: str = _setting("auto", "auto, shm, gloo or nccl: how tensors move between workers")
     shm_limit: int = _setting(0, "most bytes of shared memory the run may take (0: what is free)")
     split: str = _setting("even", "how data is cut: even, rows, or one weight a slot")
+    checkpoint_every: int = _setting(0, "write a checkpoint every so many steps, and when stopped (0: none)")
+    keep: int = _setting(3, "how many checkpoints to keep")
     steps: int = _setting(0, "stop after this many steps (0: no limit)")
     epochs: int = _setting(0, "train this many epochs instead of the script's own number (0: the script's)")
     seconds: float = _setting(0.0, "stop after this many seconds (0: no limit)")
@@ -70,12 +72,15 @@ def _check(s: Settings) -> None:
         ("steps", 0),
         ("epochs", 0),
         ("seconds", 0),
+        ("checkpoint_every", 0),
+        ("keep", 1),
+        ("shm_limit", 0),
     ):
         value = getattr(s, name)
         if not isinstance(value, (int, float)) or value != value:
-            raise UsageError(f"--{name} must be a number; it is {value!r}")
+            raise UsageError(f"--{name.replace('_', '-')} must be a number; it is {value!r}")
         if value < least:
-            raise UsageError(f"--{name} must be {least} or more; it is {value}")
+            raise UsageError(f"--{name.replace('_', '-')} must be {least} or more; it is {value}")
     for name, known in (("precision", PRECISIONS), ("transport", TRANSPORTS), ("device", DEVICES)):
         if getattr(s, name) not in known:
             near = did_you_mean(getattr(s, name), known)

@@ -14,9 +14,11 @@ from paceline.errors import PacelineError
 
 _VERBS = {
     "run": "Train a script with N workers.",
+    "resume": "Go on with a run from its newest checkpoint.",
     "runs": "List the runs.",
     "show": "Show one run: settings, result, events.",
     "logs": "Print a run's log files.",
+    "checkpoints": "List and check a run's checkpoints.",
     "hash": "Print the weights hash of a file.",
     "doctor": "Check this machine.",
 }

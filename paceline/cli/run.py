@@ -12,9 +12,12 @@ from typing import Any
 import click
 
 from paceline.cli.options import runs_option
+from paceline.cli.resume import checkpoint_of
 from paceline.errors import UsageError
+from paceline.faults.plan import Fault
 from paceline.launch.environment import visible_gpus
 from paceline.settings import DEVICES, PRECISIONS, TRANSPORTS, Settings, merge
+from paceline.state.checkpoint import listed
 from paceline.watch.folder import RunFolder
 
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -47,6 +50,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--transport", type=click.Choice(TRANSPORTS), help="How tensors move between workers.  [default: auto]")
 @click.option("--shm-limit", type=_Size(), help="Most shared memory the run may take, such as 4G.")
 @click.option("--split", help="How data is cut: even, rows, or one weight a slot (1,1,2,4).  [default: even]")
+@click.option("--checkpoint-every", type=int, help="Write a checkpoint every so many steps; see `paceline resume`.")
+@click.option("--keep", type=int, help="How many checkpoints to keep.  [default: 3]")
+@click.option("--resume", type=click.Choice(["auto"]), help="auto: if --name has a checkpoint, go on from it.")
 @click.option("--steps", type=int, help="Stop after this many steps.")
 @click.option("--epochs", type=int, help="Train this many epochs instead of the script's number.")
 @click.option("--seconds", type=float, help="Stop after this many seconds.")
@@ -68,6 +74,7 @@ def command(
     name: str | None,
     show: str,
     faults: tuple[str, ...],
+    resume: str | None,
     dry_run: bool,
     **given: Any,
 ) -> int:
@@ -83,7 +90,6 @@ def command(
     -n up to --slots.
     """
     from paceline.cluster.agent import Agent, Job
-    from paceline.faults.plan import Fault
     from paceline.watch.terminal import Terminal
 
     flags = {name: value for name, value in given.items() if value is not None}
@@ -91,17 +97,59 @@ def command(
     if not as_module:
         _check_script(script)
     settings, _ = _flag_settings(flags)
-    gpus = _gpus_for(settings)
     planned = tuple(map(Fault.parse, faults))
-    job = Job(script, arguments, as_module, flags, settings, show, dry_run, tuple(gpus), planned)
     if dry_run:
+        job = Job(script, arguments, as_module, flags, settings, show, True, tuple(_gpus_for(settings)))
         with tempfile.TemporaryDirectory(prefix="paceline-dry-") as nowhere:
             return Agent(job, RunFolder.create(Path(nowhere), name), Terminal(1)).run()
-    folder = RunFolder.create(runs, name)
-    code = Agent(job, folder, Terminal(settings.workers)).run()
+    folder, checkpoint = _folder(runs, name, resume)
+    code = start(script, arguments, as_module, flags, folder, show, planned, checkpoint)
     if code == 2 and "sys.exit(2)" in folder.read_json(folder.summary).get("exit", ""):
         _tell_strays(arguments, flags)
     return code
+
+
+def start(
+    target: str,
+    arguments: tuple[str, ...],
+    as_module: bool,
+    flags: dict[str, Any],
+    folder: RunFolder,
+    show: str,
+    faults: tuple[Fault, ...] = (),
+    resume: str = "",
+) -> int:
+    """Start a job in its folder, and see it to its end; the exit code."""
+    from paceline.cluster.agent import Agent, Job
+    from paceline.watch.terminal import Terminal
+
+    settings, _ = _flag_settings(flags)
+    gpus = tuple(_gpus_for(settings))
+    folder.write_json(
+        folder.job,
+        {
+            "target": target,
+            "arguments": list(arguments),
+            "as_module": as_module,
+            "flags": flags,
+            "directory": os.getcwd(),
+        },
+    )
+    folder.summary.unlink(missing_ok=True)
+    job = Job(target, arguments, as_module, flags, settings, show, False, gpus, faults, resume)
+    return Agent(job, folder, Terminal(settings.workers)).run()
+
+
+def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder, str]:
+    """The run's folder, and the checkpoint to go on from, if there is one and it is asked for."""
+    if resume is None:
+        return RunFolder.create(runs, name), ""
+    if name is None:
+        raise UsageError("--resume auto needs --name: which run to go on with")
+    known = RunFolder(runs / name)
+    if not known.path.exists():
+        return RunFolder.create(runs, name), ""
+    return known, checkpoint_of(known) if listed(known.checkpoints) else ""
 
 
 def _flag_settings(flags: dict[str, Any]) -> tuple[Settings, dict[str, str]]:

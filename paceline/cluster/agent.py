@@ -55,6 +55,8 @@ class Job:
     gpus: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     """What is to go wrong on purpose."""
+    resume: str = ""
+    """The checkpoint to go on from."""
 
 
 @dataclass
@@ -145,13 +147,19 @@ class Agent:
         target = ["-m", job.target] if job.as_module else [job.target]
         command = [sys.executable, "-m", "paceline.launch.boot", *target, *job.arguments]
         ticket = Ticket(
-            number, self._address, self._secret.hex(), str(self._folder.path.absolute()), job.flags, job.dry_run
+            number,
+            self._address,
+            self._secret.hex(),
+            str(self._folder.path.absolute()),
+            job.flags,
+            job.dry_run,
+            job.resume,
         )
         gpus = list(job.gpus) if job.gpus else None
         env = worker_environment(os.environ, ticket, place, job.settings.threads, gpus, job.settings.share_gpus)
         path = self._folder.log_of("worker", number)
         # The worker writes its file itself: no pipe through the agent that could break or fill.
-        with open(path, "wb") as log:
+        with open(path, "ab" if job.resume else "wb") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
             )
@@ -449,6 +457,7 @@ class Agent:
             case control.Healed():
                 control.send(sock, control.Done())
                 self._folder.event("joined", "it has the run's state", worker=message.worker)
+                self._terminal.notice(f"worker {message.worker} has joined")
                 self._board.next_term = 0
                 self._follow_up(self._membership.healed(message.worker))
             case control.Segment():

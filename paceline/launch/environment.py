@@ -21,6 +21,8 @@ class Ticket:
     folder: str
     flags: dict[str, Any]
     dry_run: bool = False
+    resume: str = ""
+    """The checkpoint to go on from."""
 
     def encode(self) -> str:
         return json.dumps(self.__dict__)

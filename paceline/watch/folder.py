@@ -5,6 +5,8 @@
     metrics.jsonl    what the script logged
     logs/            one file a process: worker-0.log, …
     summary.json     how it ended
+    job.json         what was started, for `paceline resume`
+    checkpoints/     the run's state, if the run writes it
 
 Lines are appended in one write each, so several processes may write one file. No torch in here.
 """
@@ -66,6 +68,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.logs = path / "logs"
+        self.job = path / "job.json"
+        self.checkpoints = path / "checkpoints"
 
     @staticmethod
     def create(runs: Path, name: str | None) -> RunFolder:
@@ -77,7 +81,7 @@ class RunFolder:
             folder.path.mkdir(parents=True)
         except FileExistsError:
             raise UsageError(
-                f"a run named {folder.id!r} is in {runs} already: choose another --name, or remove {folder.path}"
+                f"a run named {folder.id!r} is in {runs} already: choose another --name, `paceline resume {folder.id}`, or remove {folder.path}"
             ) from None
         except OSError as error:
             raise UsageError(f"cannot make the run folder {folder.path}: {error.strerror}") from None

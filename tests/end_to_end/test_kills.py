@@ -31,7 +31,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 import paceline
 
-size, loaders, *orders = sys.argv[1:]   # orders: WORKER:STEP:MOMENT dies there; hold:STEP waits for a newcomer
+size, loaders, *orders = sys.argv[1:]   # orders: WORKER:STEP:MOMENT dies there; hold:STEP:TERM waits for a newcomer
+#                                       until one is announced or has come, which makes it term TERM
 run = paceline.init(seed=5)
 
 def at(moment):
@@ -47,7 +48,7 @@ class Noisy(Dataset):
     def __getitem__(self, k):
         return self.x[k] + 0.1 * torch.randn(13), self.y[k]
 
-width = 16 if size == "small" else 300
+width = 300 if size == "large" else 16   # "plain" is small with one reduce point a step
 model = nn.Sequential(nn.Linear(13, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width),
                       nn.Tanh(), nn.Linear(width, 4))
 critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -79,9 +80,10 @@ for epoch in run.epochs(15):
             dies_inside("total")
         if f"{run._session.worker}:{run.step}:open" in orders:
             dies_inside("open")
-        if f"hold:{run.step}" in orders:
-            while not run._session.board.next_term:
-                time.sleep(0.001)
+        for order in orders:
+            if order.startswith(f"hold:{run.step}:"):
+                while not run._session.board.next_term and run._session.view.term < int(order.split(":")[2]):
+                    time.sleep(0.001)
         shares = 0
         for x, y in run.slots():
             shares += 1
@@ -220,8 +222,7 @@ Undisturbed = Callable[[str], dict[str, Any]]
 # killed from outside
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM], ids=lambda by: by.name)
+@pytest.mark.parametrize(("size", "by"), [("small", signal.SIGKILL), ("large", signal.SIGTERM)])
 def test_one_worker_at_any_step(
     tmp_path: Path, seed: int, size: str, by: signal.Signals, undisturbed: Undisturbed
 ) -> None:
@@ -229,13 +230,12 @@ def test_one_worker_at_any_step(
     draw = random.Random(f"{seed}{size}{by}")
     step, victim = draw.randrange(STEPS - 8), draw.choice([1, 2]) if by is signal.SIGKILL else 0
     print(f"worker {victim} from step {step} on")
-    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=(size, "0", f"hold:{STEPS - 6}")) as run:
+    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=(size, "0", f"hold:{STEPS - 6}:3")) as run:
         run.wait_for_step(step)
         run.kill(victim, by=by)
         result = ended(run)
     check(result, undisturbed(size), tmp_path, 1)
-    joined = next(event for event in result.events() if event["event"] == "joined")
-    assert joined["worker"] == 3
+    assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [3]
     assert f"worker {victim} was killed by {by.name}; going on with 2 workers" in result.err
 
 
@@ -243,7 +243,7 @@ def test_two_workers_at_once(tmp_path: Path, seed: int, undisturbed: Undisturbed
     draw = random.Random(f"{seed} two")
     step, victims = draw.randrange(STEPS - 8), draw.sample(range(3), 2)
     print(f"workers {victims} from step {step} on")
-    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", f"hold:{STEPS - 6}")) as run:
+    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", f"hold:{STEPS - 6}:4")) as run:
         run.wait_for_step(step)
         run.kill(*victims)
         result = ended(run)
@@ -252,7 +252,7 @@ def test_two_workers_at_once(tmp_path: Path, seed: int, undisturbed: Undisturbed
 
 def test_a_replacement_that_is_killed_while_it_starts(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Another one is started in its place, and joins."""
-    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("large", "0", f"hold:{STEPS - 6}")) as run:
+    with going(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("large", "0", f"hold:{STEPS - 6}:3")) as run:
         run.wait_for_step(5)
         run.kill(1)
         run.kill(3)
@@ -264,45 +264,37 @@ def test_a_replacement_that_is_killed_while_it_starts(tmp_path: Path, undisturbe
 # killed at an exact moment
 
 MOMENTS = {
-    "in the first step's second share": ["1:0:second share"],
-    "before the first share": ["2:0:batch"],
-    "main behind its last backward": ["0:7:backward"],
+    "in the first step's second share; main in evaluate": ["1:0:second share", "0:8:evaluate"],
+    "before the first share; behind the last backward of main": ["2:0:batch", "0:7:backward"],
     "between the reduce and the optimizer": ["1:9:reduced", "2:9:optimizer"],
-    "after all have met": ["1:6:total"],
-    "main, after all have met": ["0:6:total"],
-    "at the opening of a point": ["2:6:open"],
-    "in evaluate": ["1:8:evaluate"],
-    "main in evaluate": ["0:8:evaluate"],
-    "between two epochs": ["2:8:epoch"],
-    "at a step's end, and another in the retry": ["2:13:batch", "1:13:backward"],
-    "in the last step": ["1:59:second share"],
-    "at the end of the script": ["1:60:finish"],
+    "after all have met; main too": ["1:6:total", "0:10:total"],
+    "at the opening of a point; in evaluate": ["2:6:open", "1:8:evaluate"],
+    "between two epochs; in a second reduce point": ["2:8:epoch", "0:11:second loop"],
+    "at a step's start, and another in the retry": ["2:13:batch", "1:13:backward"],
+    "in the last step; at the end of the script": ["1:59:second share", "2:60:finish"],
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_at_this_moment(tmp_path: Path, moment: str, undisturbed: Undisturbed) -> None:
+def test_at_these_moments(tmp_path: Path, moment: str, undisturbed: Undisturbed) -> None:
     orders = MOMENTS[moment]
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
     check(result, undisturbed("small"), tmp_path, len(orders))
 
 
-@pytest.mark.parametrize("order", ["1:6:total", "0:6:second share", "2:0:backward", "1:8:evaluate"])
-def test_at_this_moment_with_large_gradients(tmp_path: Path, order: str, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("orders", [("1:6:total", "0:8:evaluate"), ("2:0:backward", "0:6:second share")])
+def test_at_these_moments_with_large_gradients(
+    tmp_path: Path, orders: tuple[str, ...], undisturbed: Undisturbed
+) -> None:
     """Over 256 KiB the workers add up chunks for each other, and meet once more."""
-    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("large", "0", order))
-    check(result, undisturbed("large"), tmp_path, 1)
-
-
-def test_in_a_second_reduce_point(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", "1:5:second loop", "0:30:second loop"))
-    check(result, undisturbed("small"), tmp_path, 2)
+    result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("large", "0", *orders))
+    check(result, undisturbed("large"), tmp_path, len(orders))
 
 
 def test_replacements_carry_on_alone(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Each newcomer joins, then an original dies, until none of them is left."""
-    orders = ["1:3:backward", "hold:6", "0:9:second share", "hold:11", "2:14:optimizer", "hold:19", "3:22:evaluate"]
-    orders += ["4:24:evaluate", "hold:27"]
+    orders = ["1:3:backward", "hold:6:3", "0:9:second share", "hold:11:5", "2:14:optimizer", "hold:19:7"]
+    orders += ["3:24:evaluate"]
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
     check(result, undisturbed("small"), tmp_path, 4)
     joined = [event["worker"] for event in result.events() if event["event"] == "joined"]
@@ -311,16 +303,105 @@ def test_replacements_carry_on_alone(tmp_path: Path, undisturbed: Undisturbed) -
 
 def test_joining_at_the_end_of_an_epoch_and_of_the_run(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Steps 7 and 59 are the last ones of their epochs: the newcomer goes straight to evaluate()."""
-    orders = ["1:5:batch", "hold:7", "2:57:batch", "hold:59"]
+    orders = ["1:5:batch", "hold:7:3", "2:57:batch", "hold:59:5"]
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
     check(result, undisturbed("small"), tmp_path, 2)
     assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [3, 4]
 
 
 def test_loader_processes_and_augmentation(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    orders = ["1:5:second share", "hold:10", "0:13:second loop"]
+    orders = ["1:5:second share", "hold:10:3", "0:13:second loop"]
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "2", *orders))
     check(result, undisturbed("small"), tmp_path, 2)
+
+
+# known to fail: see each reason
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a Batch of the old term: MapFeed.share() hands out the next item, whose slot it may not be"
+)
+def test_a_death_between_meeting_and_reading(tmp_path: Path) -> None:
+    """The next point opens in the next term, for a batch that was begun in the last: each slot gets its own share."""
+    one = launch(tmp_path, SCRIPT, "-n", "1", *SLOTS, args=("plain", "0"), name="one")
+    four = launch(tmp_path, SCRIPT, "-n", "4", *SLOTS, args=("plain", "0", "3:6:total"), name="four")
+    assert learned(four) == learned(one)
+
+
+@pytest.mark.xfail(strict=True, reason="where slots equal workers a share is drawn, and counted, before the new deal")
+def test_a_share_that_was_drawn_under_the_last_deal_is_not_counted(tmp_path: Path) -> None:
+    result = launch(tmp_path, SCRIPT, "-n", "4", "--slots", "4", args=("plain", "0", "3:6:total"))
+    assert result.code == 0 and result.summary["samples"] == SAMPLES
+
+
+SHORT = (
+    HEAD
+    + """
+import os, sys, time
+orders = sys.argv[1:]
+def at(moment):
+    if f"{run._session.worker}:{run.step}:{moment}" in orders:
+        os.kill(os.getpid(), 9)
+    if f"hold:{run.step}:{moment}" in orders:
+        while not run._session.board.next_term:
+            time.sleep(0.001)
+"""
+)
+LOOP = """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(6):
+    {before}
+    for batch in loader:
+        at("batch")
+        {inside}
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+STEPS_LOOP = """
+run.prepare(model, optimizer)
+for number in run.steps(20):
+    at("batch")
+    for leaf in run.slots():
+        F.cross_entropy(model(torch.randn(3, 13)), torch.tensor([0, 1, 2])).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+SUMMARY = """
+import paceline.run
+plain = paceline.run.summarise
+paceline.run.summarise = lambda *arguments: (at("summary"), plain(*arguments))[1]
+"""
+STOPS = SHORT + LOOP.format(before="", inside="run.stop('enough') if run.step == 10 else None")
+THAWS = SHORT + "model[0].requires_grad_(False)\n"
+THAWS += LOOP.format(before="model[0].requires_grad_(epoch >= 2) if epoch == 2 else None", inside="")
+ENDS = SHORT + SUMMARY + LOOP.format(before="", inside="")
+
+
+@pytest.mark.parametrize(
+    ("script", "orders"),
+    [
+        pytest.param(
+            STOPS, ("1:5:batch", "hold:10:batch"), id="joins in the step in which all agree to stop",
+            marks=pytest.mark.xfail(strict=True, reason="run.stopped is not in the snapshot: the newcomer trains on"),
+        ),
+        pytest.param(
+            THAWS, ("1:14:batch", "hold:17:batch"), id="joins after a layer was thawed",
+            marks=pytest.mark.xfail(strict=True, reason="requires_grad is not in the snapshot: another layout"),
+        ),
+        pytest.param(
+            ENDS, ("0:24:summary",), id="main dies before it has written the summary",
+            marks=pytest.mark.xfail(strict=True, reason="nobody else writes it; exit 0 without a summary"),
+        ),
+        pytest.param(
+            SHORT + STEPS_LOOP, ("1:15:batch", "hold:19:batch"), id="joins in the last of run.steps()",
+            marks=pytest.mark.xfail(run=False, reason="catching_up stays True: it finishes alone, the others wait forever"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_hard_moment(tmp_path: Path, script: str, orders: tuple[str, ...]) -> None:
+    want = launch(tmp_path, script, "-n", "1", *SLOTS, name="one").weights
+    result = launch(tmp_path, script, "-n", "2", *SLOTS, args=orders, name="two")
+    assert result.weights == want
 
 
 # where nobody can take over

@@ -25,7 +25,9 @@ def test_a_launchers_own_names_are_taken_out() -> None:
     assert env["USER"] == "u" and not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(env)
 
 
-@pytest.mark.parametrize(("place", "share", "gpu"), [(0, False, "GPU-a"), (2, False, "5"), (4, True, "3"), (5, True, "5")])
+@pytest.mark.parametrize(
+    ("place", "share", "gpu"), [(0, False, "GPU-a"), (2, False, "5"), (4, True, "3"), (5, True, "5")]
+)
 def test_the_gpu_is_that_of_the_place_and_not_of_the_number(place: int, share: bool, gpu: str) -> None:
     """Worker 7 replaces another one and gets the GPU that became free; its number is beyond their count."""
     env = worker_environment({"CUDA_VISIBLE_DEVICES": "9"}, TICKET, place, 1, ["GPU-a", "3", "5"], share)

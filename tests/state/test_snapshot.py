@@ -75,8 +75,19 @@ def test_plain_values_come_back_as_they_were(tree: Any) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16]
-    + [torch.int32, torch.int64, torch.complex64],
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.complex64,
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5,), (4, 3, 2)], ids=str)
@@ -251,9 +262,7 @@ keys = st.integers(-9, 9) | st.text(max_size=3) | st.binary(max_size=3) | st.non
 trees = st.recursive(
     plain | tensors(),
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4)
     ),
     max_leaves=20,
 )

@@ -1,0 +1,55 @@
+"""`paceline resume`: go on with a run from its newest good checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from paceline.cli.options import runs_option
+from paceline.errors import UsageError
+from paceline.state.checkpoint import listed, newest_good
+from paceline.watch.folder import RunFolder
+
+
+def checkpoint_of(folder: RunFolder) -> str:
+    """The checkpoint to go on from; damaged ones are passed over, aloud."""
+
+    def tell(text: str) -> None:
+        click.echo(f"paceline: {text}", err=True)
+        folder.event("warning", text)
+
+    found = newest_good(folder.checkpoints, tell)
+    if found is not None:
+        return str(found.path.absolute())
+    if listed(folder.checkpoints):
+        raise UsageError(f"none of the checkpoints in {folder.checkpoints} can be read; nothing was changed")
+    raise UsageError(f"run {folder.id!r} has no checkpoint: start it with --checkpoint-every N next time")
+
+
+@click.command("resume")
+@click.argument("run")
+@click.option("-n", "--workers", type=int, help="Processes that train from now on.  [default: as before]")
+@click.option("--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print.")
+@runs_option
+def command(run: str, workers: int | None, show: str, runs: Path) -> int:
+    """Go on with RUN from its newest good checkpoint, with the same script, arguments and settings.
+
+    \b
+    paceline resume last
+    paceline resume 20261116-0450 -n 2
+
+    At any number of workers up to the run's slots, the weights come out as if nothing had happened.
+    """
+    from paceline.cli.run import start
+
+    folder = RunFolder.find(runs, run)
+    job = folder.read_json(folder.job)
+    if not job:
+        raise UsageError(f"run {folder.id!r} was not started by `paceline run`: there is nothing to start again")
+    checkpoint = checkpoint_of(folder)
+    folder = RunFolder(folder.path.absolute())
+    flags = job["flags"] | ({"workers": workers} if workers is not None else {})
+    os.chdir(job["directory"])
+    return start(job["target"], tuple(job["arguments"]), job["as_module"], flags, folder, show, resume=checkpoint)
