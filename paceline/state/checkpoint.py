@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,8 @@ class Writer:
             for old in listed(self._folder)[: -self._keep]:
                 old.path.unlink(missing_ok=True)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             self._tell(f"no checkpoint at step {step}: {error.strerror}; training goes on, older checkpoints stay")
 
     def _sync_folder(self) -> None:

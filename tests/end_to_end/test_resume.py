@@ -1,0 +1,122 @@
+"""Everything is killed at once; the run goes on from its newest good checkpoint, at another worker count."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import TIMEOUT_S, environment, launch, paceline, write_script
+
+SCRIPT = """
+import time, torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+
+run = paceline.init()
+model = nn.Sequential(nn.Linear(13, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+average = torch.optim.swa_utils.AveragedModel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+g = torch.Generator().manual_seed(7)
+data = TensorDataset(torch.randn(272, 13, generator=g), torch.randint(0, 4, (272,), generator=g))
+loader = DataLoader(data, batch_size=32, shuffle=True)
+run.prepare(model, optimizer, scheduler, loader)
+run.register("average", average)
+run.state.setdefault("best", 0.0)
+for epoch in run.epochs(12):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        average.update_parameters(model)
+        run.log(lr=scheduler.get_last_lr()[0])
+    run.state["best"] = max(run.state["best"], float(epoch))
+assert run.state["best"] == 11.0
+digest = sum(p.detach().double().sum() for p in average.parameters()).item()
+if run.is_main:
+    print("average", digest.hex(), run.resumed)
+"""
+FLAGS = ("--slots", "8", "--checkpoint-every", "7")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("reference")
+    result = launch(folder, write_script(folder, SCRIPT), "-n", "1", "--slots", "8")
+    return result.weights, result.out.split("average ")[1].split()[0]
+
+
+def killed(folder: Path, workers: int, after: int) -> Path:
+    """A run whose processes were all killed once it had logged this many steps."""
+    script = write_script(folder, SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "--runs", "runs", "--name", "it", "-n", str(workers), *FLAGS]
+    with open(folder / "out", "wb") as out:
+        process = subprocess.Popen([*command, str(script)], cwd=folder, env=environment(), stdout=out, stderr=out)
+    metrics = folder / "runs" / "it" / "metrics.jsonl"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not metrics.exists() or metrics.read_text().count("\n") < after:
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "out").read_text()
+        time.sleep(0.002)
+    # The agent first: its workers die with it.
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    events = [json.loads(line) for line in (folder / "runs" / "it" / "events.jsonl").read_text().splitlines()]
+    for pid in [event["pid"] for event in events if event["event"] == "worker started"]:
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+    return folder / "runs" / "it"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_all_killed_then_resumed_gives_the_same_bits(
+    tmp_path: Path, reference: tuple[str, str], workers: int, seed: int
+) -> None:
+    dice = random.Random(seed * 10 + workers)
+    folder = killed(tmp_path, 2, after=dice.randrange(8, 100))
+    done = paceline("resume", "--runs", "runs", "it", "-n", str(workers), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["weights_sha256"] == reference[0]
+    assert done.stdout.split("average ")[1].split() == [reference[1], "True"], "registered state comes back too"
+    assert summary["samples"] == 12 * 272
+    assert "going on from step" in done.stderr
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, reference: tuple[str, str]) -> None:
+    folder = killed(tmp_path, 2, after=30)
+    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:-9])
+    checked = paceline("checkpoints", "--runs", "runs", "it", cwd=tmp_path)
+    assert checked.returncode == 1 and "DAMAGED" in checked.stdout and "good" in checked.stdout
+    done = paceline(
+        "run", "--runs", "runs", "--name", "it", "--resume", "auto", "-n", "2", *FLAGS, "train.py", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is damaged" in done.stderr and "trying the one before" in done.stderr
+    assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == reference[0]
+
+
+def test_other_slots_are_refused(tmp_path: Path) -> None:
+    folder = killed(tmp_path, 1, after=10)
+    job = json.loads((folder / "job.json").read_text())
+    job["flags"]["slots"] = 4
+    (folder / "job.json").write_text(json.dumps(job))
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 2 and "written with slots 8, this run has 4" in done.stderr
+
+
+def test_without_a_checkpoint_resume_says_what_to_do(tmp_path: Path) -> None:
+    launch(tmp_path, write_script(tmp_path, SCRIPT), "-n", "1", "--steps", "2")
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 2 and "--checkpoint-every" in done.stderr
+    assert (tmp_path / "runs" / "it" / "summary.json").exists(), "nothing was changed"
