@@ -69,6 +69,7 @@ class Replica:
         """Everything that must be equal on all workers, as tensors and plain values."""
         return {
             "tensors": self._all_tensors(),
+            "trained": [param.requires_grad for model in self.models for param in model.parameters()],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
@@ -77,6 +78,9 @@ class Replica:
         with torch.no_grad():
             for mine, theirs in zip(self._all_tensors(), state["tensors"], strict=True):
                 mine.copy_(theirs)
+        everything = [param for model in self.models for param in model.parameters()]
+        for param, trained in zip(everything, state["trained"], strict=True):
+            param.requires_grad_(trained)  # the strategy looks again before the next step
         for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
             _load(optimizer, theirs)
         for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):

@@ -35,6 +35,7 @@ from paceline.state.checkpoint import Checkpoint, Writer
 from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.summary import summarise
+from paceline.tensors.peers import TermEnded
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
@@ -43,7 +44,7 @@ _STOP_WORDS = {
     2: "run.stop()",
     3: "Ctrl-C",
 }
-_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "epoch", "evaluate", "finish"])}
+_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "epoch", "finish", "written"])}
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
@@ -197,7 +198,7 @@ class Run:
             return  # it gets the run's state before its first batch
         mine = self._replica.weights_sha256()
         hashes = [raw.decode() for raw in self.terms.gather(_KEYS["prepare"], mine.encode)]
-        different = [worker for worker, value in enumerate(hashes) if value != hashes[0]]
+        different = self._odd_workers(hashes)
         if not different:
             return
         state = self._replica.state_dict()
@@ -215,6 +216,10 @@ class Run:
         if self.is_main:
             who = ", ".join(map(str, different))
             self._session.notice(f"the first weights of worker {who} differed: all now start from worker 0's")
+
+    def _odd_workers(self, hashes: list[str]) -> list[int]:
+        members = self._session.view.members
+        return [members[rank] for rank, value in enumerate(hashes) if value != hashes[0]]
 
     def register(self, name: str, item: Any) -> None:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
@@ -257,9 +262,9 @@ class Run:
         stepper = self._begin_loop()
         limit = min(count, self.settings.steps or count)
         self._session.row.describe(total_steps=limit)
+        self.terms.catching_up = False
         try:
             for number in range(stepper.step, limit):
-                self.terms.catching_up = False
                 stepper.begin(None)
                 yield number
                 stepper.end()
@@ -423,7 +428,7 @@ class Run:
                     f"other bits would come out; pass --{name} {theirs[name]}"
                 )
         self.restore(snapshot)
-        self.resumed = True
+        self.resumed, self.stopped = True, None
         if self.is_main:
             self._session.notice(f"going on from step {self.step} ({path.name})")
             self._session.folder.event("resumed", str(path), step=self.step, workers=self._session.workers)
@@ -456,6 +461,7 @@ class Run:
                 "registered": {name: item.state_dict() for name, item in self._registered.items()},
                 "state": self.state,
                 "metrics": self.metrics,
+                "stopped": self.stopped,
                 "step": [stepper.step, stepper.epoch, stepper.samples, self._epochs_done],
                 "positions": positions,
             }
@@ -470,6 +476,7 @@ class Run:
             item.load_state_dict(tree["registered"][name])
         self.state.update(tree["state"])
         self.metrics.update(tree["metrics"])
+        self.stopped = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, self._epochs_done = tree["step"]
         for feed, position in zip(self._feeds, tree["positions"], strict=True):
             if position is not None:
@@ -596,6 +603,17 @@ class Run:
 
     # the end
 
+    def _tell_the_end(self, digest: str) -> None:
+        """Main writes the summary, and all wait until it has: if it dies before, another one does."""
+        while True:
+            if self.is_main:
+                summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
+            try:
+                self.terms.meeting.gather(_KEYS["written"], b"")
+                return
+            except TermEnded:
+                self.terms.next()
+
     def finish(self) -> None:
         """End the run: agree that all replicas are equal, write the summary. Automatic at exit."""
         if self.finished:
@@ -605,7 +623,7 @@ class Run:
         self._session.at = "the end of the script"
         digest = self._replica.weights_sha256()
         hashes = [raw.decode() for raw in self.terms.gather(_KEYS["finish"], digest.encode)]
-        different = [worker for worker, value in enumerate(hashes) if value != hashes[0]]
+        different = self._odd_workers(hashes)
         if different and self._strategy.same_bits:
             raise PacelineError(
                 f"the final weights of worker {', '.join(map(str, different))} differ from worker 0's: something "
@@ -614,8 +632,7 @@ class Run:
         if self.stopped and self.settings.checkpoint_every and self.step != self._last_checkpoint:
             self._checkpoint()
         self._writer.wait()
-        if self.is_main:
-            summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
+        self._tell_the_end(digest)
         if self._attached:
             self._strategy.close()
         self.terms.peers.close()

@@ -57,11 +57,10 @@ class Batch:
     it is told which line to add.
     """
 
-    __slots__ = ("_aimed", "_stepper", "epoch", "feed", "loaded", "number", "sizes")
+    __slots__ = ("_stepper", "epoch", "feed", "loaded", "number", "sizes")
 
     def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
         self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
-        self._aimed = stepper.mine
         self.sizes = feed.sizes(epoch, number)
         self.loaded: dict[int, Any] = {}
         """This worker's shares so far: a second reduce point in the step sees the same ones."""
@@ -69,8 +68,7 @@ class Batch:
     def share(self, slot: int) -> Any:
         """The slot's share on the device; None if it has no sample."""
         if slot not in self.loaded:
-            fetch = self.feed.share if slot in self._aimed else self.feed.extra
-            value = fetch(self.epoch, self.number, slot)
+            value = self.feed.share(self.epoch, self.number, slot)
             if value is not None:
                 value = place(value, self._stepper.device)
             self.loaded[slot] = value

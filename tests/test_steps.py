@@ -14,7 +14,7 @@ from paceline.steps import Batch, TimeSplit, _cut
 
 def weights(sizes: list[int]) -> list[float]:
     feed: Any = SimpleNamespace(sizes=lambda epoch, step: sizes)
-    batch = Batch(SimpleNamespace(mine=[0]), feed, 0, 0)  # type: ignore[arg-type]
+    batch = Batch(SimpleNamespace(), feed, 0, 0)  # type: ignore[arg-type]
     return [batch.weight(slot, None) for slot in range(len(sizes))]
 
 

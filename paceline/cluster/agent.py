@@ -265,6 +265,7 @@ class Agent:
     def _on_exit(self, worker: Worker) -> None:
         self._selector.unregister(worker.pidfd)
         os.close(worker.pidfd)
+        self._kill(worker)  # its loader processes: until it is reaped, the group is its own
         worker.exit_code, worker.exited_at = worker.process.wait(), time.monotonic()
         code = worker.exit_code
         self._drain(worker.number)
@@ -329,8 +330,7 @@ class Agent:
         for sock, term in self._asking_after:
             self._tell_view(sock, self._after[term])
         self._asking_after = []
-        old = {f"group-{term}" for term in range(2, view.term - 1)}
-        self._segments.forget(lambda name: name.split("/")[0] in old)
+        self._segments.forget(lambda name: _term_of(name) < view.term - 1)
 
     def _tell_view(self, sock: socket.socket, view: View) -> None:
         try:
@@ -459,6 +459,7 @@ class Agent:
                 self._folder.event("joined", "it has the run's state", worker=message.worker)
                 self._terminal.notice(f"worker {message.worker} has joined")
                 self._board.next_term = 0
+                self._segments.forget(lambda name: name.startswith("state-"))
                 self._follow_up(self._membership.healed(message.worker))
             case control.Segment():
                 answer, fd = self._segments.grant(message.name, message.size, self._count)
@@ -484,6 +485,11 @@ class Agent:
                 control.send(sock, control.Done())
             case _:
                 raise ValueError(f"a worker does not say {type(message).__name__}")
+
+
+def _term_of(segment: str) -> int:
+    """The term whose group asked for this segment: group-3/memory-1, state-4."""
+    return int(segment.split("/")[0].split("-")[1])
 
 
 def _exit_words(code: int) -> str:

@@ -91,10 +91,8 @@ class Feed(Protocol):
         """Samples in each slot's share, or None if that is known only once they are loaded."""
 
     def share(self, epoch: int, step: int, slot: int) -> Any:
-        """The collated share, or None when this slot has no sample in this step."""
-
-    def extra(self, epoch: int, step: int, slot: int) -> Any:
-        """The share of a slot that was another worker's when this one was aimed."""
+        """The collated share, or None when this slot has no sample in this step. Any slot's: those that
+        were aimed at come from the loader as it reads ahead, another one is fetched here and now."""
 
     def stand_in(self, epoch: int, step: int) -> Any:
         """Some sample of this step, for a worker whose slot has none."""
@@ -149,13 +147,17 @@ class _Aim:
         self.epoch, self.first = 0, 0
         self.slots: Sequence[int] = ()
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(step, slot) of every share to come that has a sample."""
+        for step in range(self.first, self.shares.steps):
+            sizes = self.shares.sizes(self.epoch, step)
+            yield from ((step, slot) for slot in self.slots if sizes[slot])
+
     def __iter__(self) -> Iterator[Any]:
         key = mix(self.seed, self.epoch, _ITEM)
-        for step in range(self.first, self.shares.steps):
-            for slot in self.slots:
-                ids = self.shares.ids(self.epoch, step, slot).tolist()
-                if ids:
-                    yield (key, ids[0]) if self._single else (key, ids)
+        for step, slot in self.places():
+            ids = self.shares.ids(self.epoch, step, slot).tolist()
+            yield (key, ids[0]) if self._single else (key, ids)
 
     def __len__(self) -> int:
         return (self.shares.steps - self.first) * len(self.slots)
@@ -175,6 +177,8 @@ class MapFeed:
         self._aim = _Aim(shares, seed, single=loader.batch_sampler is None)
         self._loader = _with_sampler(loader, self._aim, _Seeded(loader.dataset))
         self._items: Iterator[Any] | None = None
+        self._coming: Iterator[tuple[int, int]] = iter(())
+        self._early: dict[tuple[int, int], Any] = {}
         self._dataset: Any = loader.dataset
         self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
 
@@ -182,7 +186,7 @@ class MapFeed:
         aim = self._aim
         aim.epoch, aim.first, aim.slots = epoch, first_step, slots
         self._shares.begin(epoch)
-        self._items = iter(self._loader)
+        self._items, self._coming, self._early = iter(self._loader), aim.places(), {}
 
     @property
     def steps(self) -> int | None:
@@ -194,13 +198,21 @@ class MapFeed:
     def share(self, epoch: int, step: int, slot: int) -> Any:
         if self._items is None or not len(self._shares.ids(epoch, step, slot)):
             return None
-        return next(self._items)
+        if (step, slot) in self._early:
+            return self._early.pop((step, slot))
+        if slot not in self._aim.slots:
+            return self._fetch(epoch, step, slot)
+        for place, item in zip(self._coming, self._items, strict=False):
+            if place == (step, slot):
+                return item
+            # Asked for out of order: slots were dealt anew. What is passed over may still be wanted in this step.
+            self._early = {known: value for known, value in self._early.items() if known[0] == step}
+            self._early[place] = item
+        return self._fetch(epoch, step, slot)
 
-    def extra(self, epoch: int, step: int, slot: int) -> Any:
-        """Fetched here and now, as the loader's own processes would have."""
+    def _fetch(self, epoch: int, step: int, slot: int) -> Any:
+        """As the loader's own processes would have."""
         ids = self._shares.ids(epoch, step, slot).tolist()
-        if not ids:
-            return None
         key, data, collate = mix(self._aim.seed, epoch, _ITEM), self._loader.dataset, self._loader.collate_fn
         return collate(data[key, ids[0]] if self._collate is None else data.__getitems__((key, ids)))  # type: ignore[attr-defined]
 
@@ -237,9 +249,6 @@ class TensorFeed:
         rows = torch.from_numpy(ids)
         share = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
         return [tensor.pin_memory() for tensor in share] if self._pin else share
-
-    def extra(self, epoch: int, step: int, slot: int) -> Any:
-        return self.share(epoch, step, slot)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         first = _any_id(self._shares, epoch, step)
@@ -287,9 +296,6 @@ class StreamFeed:
         while self._step < step:
             self._read_step()
         return self._held[slot]
-
-    def extra(self, epoch: int, step: int, slot: int) -> Any:
-        return self.share(epoch, step, slot)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         return self._held[0]

@@ -76,6 +76,8 @@ def _plain(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, _PLAIN):
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            raise UsageError(f"the run's state has a number of more than 64 bits at {path.lstrip('.') or 'its top'}")
         return value
     if isinstance(value, dict):
         items = [[_plain(k, tensors, path), _plain(v, tensors, f"{path}.{k}")] for k, v in value.items()]

@@ -315,12 +315,9 @@ def test_loader_processes_and_augmentation(tmp_path: Path, undisturbed: Undistur
     check(result, undisturbed("small"), tmp_path, 2)
 
 
-# known to fail: see each reason
+# hard moments
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a Batch of the old term: MapFeed.share() hands out the next item, whose slot it may not be"
-)
 def test_a_death_between_meeting_and_reading(tmp_path: Path) -> None:
     """The next point opens in the next term, for a batch that was begun in the last: each slot gets its own share."""
     one = launch(tmp_path, SCRIPT, "-n", "1", *SLOTS, args=("plain", "0"), name="one")
@@ -328,7 +325,6 @@ def test_a_death_between_meeting_and_reading(tmp_path: Path) -> None:
     assert learned(four) == learned(one)
 
 
-@pytest.mark.xfail(strict=True, reason="where slots equal workers a share is drawn, and counted, before the new deal")
 def test_a_share_that_was_drawn_under_the_last_deal_is_not_counted(tmp_path: Path) -> None:
     result = launch(tmp_path, SCRIPT, "-n", "4", "--slots", "4", args=("plain", "0", "3:6:total"))
     assert result.code == 0 and result.summary["samples"] == SAMPLES
@@ -382,19 +378,15 @@ ENDS = SHORT + SUMMARY + LOOP.format(before="", inside="")
     [
         pytest.param(
             STOPS, ("1:5:batch", "hold:10:batch"), id="joins in the step in which all agree to stop",
-            marks=pytest.mark.xfail(strict=True, reason="run.stopped is not in the snapshot: the newcomer trains on"),
         ),
         pytest.param(
             THAWS, ("1:14:batch", "hold:17:batch"), id="joins after a layer was thawed",
-            marks=pytest.mark.xfail(strict=True, reason="requires_grad is not in the snapshot: another layout"),
         ),
         pytest.param(
             ENDS, ("0:24:summary",), id="main dies before it has written the summary",
-            marks=pytest.mark.xfail(strict=True, reason="nobody else writes it; exit 0 without a summary"),
         ),
         pytest.param(
             SHORT + STEPS_LOOP, ("1:15:batch", "hold:19:batch"), id="joins in the last of run.steps()",
-            marks=pytest.mark.xfail(run=False, reason="catching_up stays True: it finishes alone, the others wait forever"),
         ),
     ],
 )  # fmt: skip
