@@ -241,7 +241,7 @@ class Stepper:
         try:
             while True:
                 for leaf in due:
-                    yield from self._share(leaf, times)
+                    yield from self._share(leaf, times, only=leaves == 1)
                 try:
                     self._commit(point)
                     return
@@ -278,11 +278,11 @@ class Stepper:
             )
         return leaves // self.slots
 
-    def _share(self, leaf: int, times: int) -> Iterator[Any]:
+    def _share(self, leaf: int, times: int, only: bool) -> Iterator[Any]:
         start = time.perf_counter()
         share, weight = self._draw(leaf, times)
         self.split.data += time.perf_counter() - start
-        if weight and not self.alone:  # an only share goes on with the numbers of the code around it
+        if weight and not only:  # an only share goes on with the numbers of the code around it
             set_seed(mix(self._seed, _IN_SHARE, self.step, self.call, leaf), self.device)
         self._strategy.weigh(weight)
         if weight:

@@ -111,7 +111,10 @@ def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
 
 def test_a_name_in_use_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "mine")
-    with pytest.raises(UsageError, match=r"a run named 'mine' is in .* already: choose another --name, or remove"):
+    with pytest.raises(
+        UsageError,
+        match=r"a run named 'mine' is in .* already: choose another --name, `paceline resume mine`, or remove",
+    ):
         RunFolder.create(tmp_path, "mine")
 
 
