@@ -25,14 +25,13 @@ from paceline.data.partition import Split, skew
 from paceline.data.random import set_seed
 from paceline.errors import OWN_GROUP, PacelineError, UsageError
 from paceline.hooks import Hook
+from paceline.keeping import Keeping
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
 from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.session import Session, user_line
 from paceline.settings import StopRules
-from paceline.state.checkpoint import Checkpoint, Writer
-from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.summary import summarise
 from paceline.tensors.peers import TermEnded
@@ -45,9 +44,6 @@ _STOP_WORDS = {
     3: "Ctrl-C",
 }
 _KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "epoch", "finish", "written"])}
-
-_BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
-"""Settings that are part of a run's bits: a resume with another value is refused."""
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -108,8 +104,7 @@ class Run:
         self._in_loop = False
         self._attached = False
         self._epochs_done = 0
-        self._writer = Writer(session.folder.checkpoints, self.settings.keep, self._warn_of_checkpoint)
-        self._last_checkpoint = -1
+        self._keeping = Keeping(self)
         set_seed(mix(self.settings.seed), self.device)
         session.row.enter(Phase.SCRIPT)
         if self.is_main:
@@ -268,7 +263,7 @@ class Run:
                 stepper.begin(None)
                 yield number
                 stepper.end()
-                self._at_boundary()
+                self._keeping.at_boundary()
                 if self.stopped:
                     break
         finally:
@@ -295,10 +290,10 @@ class Run:
             self._attach()
         assert self._stepper is not None
         if self._session.joining:
-            self.terms.join(self)
+            self.terms.join(self._keeping)
             self.resumed = True
         elif self._session.resume_from and not self.resumed:
-            self._resume(self._session.resume_from)
+            self._keeping.resume(self._session.resume_from)
         if self._session.dry_run:
             self._show_settings()
         if self._in_loop:
@@ -388,7 +383,7 @@ class Run:
                 stepper.end()
                 number += 1
                 self._positions[key] = (epoch, number)
-                self._at_boundary()
+                self._keeping.at_boundary()
                 if stepper.mine != aimed:
                     aimed = stepper.mine
                     feed.start(epoch, number, aimed)
@@ -414,73 +409,6 @@ class Run:
                 number += 1
         finally:
             feed.stop()
-
-    # what survives this process
-
-    def _resume(self, path: Path) -> None:
-        """Go on from a checkpoint, at any worker count."""
-        snapshot = Snapshot.read(Checkpoint(path, 0).read())
-        theirs = snapshot.tree["settings"]
-        for name in _BITS:
-            if theirs[name] != getattr(self.settings, name):
-                raise UsageError(
-                    f"the checkpoint was written with {name} {theirs[name]}, this run has {getattr(self.settings, name)}: "
-                    f"other bits would come out; pass --{name} {theirs[name]}"
-                )
-        self.restore(snapshot)
-        self.resumed, self.stopped = True, None
-        if self.is_main:
-            self._session.notice(f"going on from step {self.step} ({path.name})")
-            self._session.folder.event("resumed", str(path), step=self.step, workers=self._session.workers)
-
-    def _at_boundary(self) -> None:
-        """A step is over, the next has not begun."""
-        stepper, every = self._stepper, self.settings.checkpoint_every
-        assert stepper is not None
-        self.terms.boundary(stepper.agreed_term, self)
-        if every and stepper.step % every == 0:
-            self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        if self.is_main:
-            snapshot = self.capture()
-            body = bytearray(snapshot.nbytes)
-            snapshot.write(memoryview(body))
-            self._writer.write(self.step, body)
-            self._last_checkpoint = self.step
-
-    def capture(self) -> Snapshot:
-        stepper = self._stepper
-        assert stepper is not None
-        positions = [self._positions.get(id(feed)) for feed in self._feeds]
-        return Snapshot(
-            {
-                "settings": {name: getattr(self.settings, name) for name in _BITS},
-                "replica": self._replica.capture(),
-                "precision": self._precision.capture(),
-                "registered": {name: item.state_dict() for name, item in self._registered.items()},
-                "state": self.state,
-                "metrics": self.metrics,
-                "stopped": self.stopped,
-                "step": [stepper.step, stepper.epoch, stepper.samples, self._epochs_done],
-                "positions": positions,
-            }
-        )
-
-    def restore(self, snapshot: Snapshot) -> None:
-        tree, stepper = snapshot.tree, self._stepper
-        assert stepper is not None
-        self._replica.restore(tree["replica"])
-        self._precision.restore(tree["precision"])
-        for name, item in self._registered.items():
-            item.load_state_dict(tree["registered"][name])
-        self.state.update(tree["state"])
-        self.metrics.update(tree["metrics"])
-        self.stopped = tree["stopped"]
-        stepper.step, stepper.epoch, stepper.samples, self._epochs_done = tree["step"]
-        for feed, position in zip(self._feeds, tree["positions"], strict=True):
-            if position is not None:
-                self._positions[id(feed)] = position
 
     # stopping
 
@@ -592,10 +520,6 @@ class Run:
         if stepper.call == 0 and not stepper.alone:
             stepper.no_reduce()
 
-    def _warn_of_checkpoint(self, text: str) -> None:
-        self._session.folder.event("warning", text)
-        sys.stderr.write(f"paceline: {text}\n")
-
     def _warn(self, text: str) -> None:
         if self.is_main:
             self._session.folder.event("warning", text)
@@ -629,9 +553,7 @@ class Run:
                 f"the final weights of worker {', '.join(map(str, different))} differ from worker 0's: something "
                 "outside run.slots() changed them differently (a random draw by worker, say)"
             )
-        if self.stopped and self.settings.checkpoint_every and self.step != self._last_checkpoint:
-            self._checkpoint()
-        self._writer.wait()
+        self._keeping.finish()
         self._tell_the_end(digest)
         if self._attached:
             self._strategy.close()
