@@ -159,6 +159,7 @@ def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
 def keys(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
     """Every worker comes to the meeting of its own key, by a reduce point or by a gather."""
     key, way = ask["keys"][peers.rank], ask["ways"][peers.rank]
+    peers.gather(0, b"")  # all are connected: who then leaves at once breaks nobody's building of the group
     watch.patience = 100  # a second, where the machine that knows is another one: the run's abort word ends it there
     try:
         if way == "gather":
