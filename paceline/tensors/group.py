@@ -30,7 +30,10 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 def gloo(store: Any, rank: int, size: int) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+    except RuntimeError as error:
+        raise PeerLostError(f"a worker went away while the group was built: {error}") from None
 
 
 def nccl(store: Any, rank: int, size: int) -> Any:

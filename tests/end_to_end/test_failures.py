@@ -126,7 +126,7 @@ def test_ctrl_c_once_stops_cleanly(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
-    hang = "        if run.step >= 5 and not run.is_main:\n            open('hung', 'w').close(); import time; time.sleep(1000)"
+    hang = "        if run.step >= 5 and not run.is_main:\n            open('hung', 'w').close(); import signal; signal.pause()"
     process = start_endless(tmp_path, hang, mark="hung")
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
@@ -149,7 +149,10 @@ def test_a_killed_agent_leaves_no_worker(tmp_path: Path) -> None:
 
 
 def test_a_wait_says_on_whom(tmp_path: Path) -> None:
-    slow = "        if run.step == 6 and not run.is_main:\n            import time; time.sleep(7)\n        if run.step == 8: run.stop('seen')"
+    slow = """
+        while run.step == 6 and not run.is_main and '"waiting"' not in (run.dir / "events.jsonl").read_text():
+            continue
+        if run.step == 8: run.stop('seen')"""
     result = launch(tmp_path, ENDLESS.format(more=slow), "-n", "2")
     assert result.code == 0, result.err
     assert "worker 0 waited" in result.err and "for worker 1" in result.err

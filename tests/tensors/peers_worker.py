@@ -159,7 +159,6 @@ def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
 def keys(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
     """Every worker comes to the meeting of its own key, by a reduce point or by a gather."""
     key, way = ask["keys"][peers.rank], ask["ways"][peers.rank]
-    peers.gather(0, b"")  # all are connected: who then leaves at once breaks nobody's building of the group
     watch.patience = 100  # a second, where the machine that knows is another one: the run's abort word ends it there
     try:
         if way == "gather":
@@ -262,6 +261,7 @@ def work(ask: dict[str, Any], rank: int, segments: dict[str, int]) -> None:
         torch.set_num_threads(1)
         watch = Watch()
         peers = build(ask, rank, watch, segments)
+        peers.gather(-1, b"")  # all are connected: who leaves soon breaks nobody's building of the group
         result["value"] = SCENARIOS[ask["scenario"]](peers, watch, ask)
         if ask["scenario"] in ("totals", "gather", "rounds"):
             peers.close()
