@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import __version__
 from paceline.cluster.board import Board, Phase, Row
-from paceline.cluster.control import (
+from paceline.cluster.membership import View
+from paceline.cluster.messages import (
+    ANY,
     After,
     Entering,
     Failed,
@@ -26,7 +28,6 @@ from paceline.cluster.control import (
     Granted,
     Healed,
     Hello,
-    Link,
     Next,
     Notice,
     Put,
@@ -36,7 +37,7 @@ from paceline.cluster.control import (
     Value,
     Welcome,
 )
-from paceline.cluster.membership import View
+from paceline.cluster.wire import Link
 from paceline.errors import MismatchError, PeerLostError, ResourceError, UsageError
 from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
@@ -83,7 +84,7 @@ class Session:
             self.view = View(1, (0,))
         else:
             self.folder = RunFolder(Path(self.ticket.folder))
-            self.link = Link(self.ticket.address, bytes.fromhex(self.ticket.secret))
+            self.link = Link(self.ticket.address, bytes.fromhex(self.ticket.secret), ANY)
             answer, fds = self.link.ask(Hello(self.worker, os.getpid()))
             assert isinstance(answer, Welcome)
             self.board = Board(fds[0], answer.rows)

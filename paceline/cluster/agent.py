@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import control
+from paceline.cluster import messages, wire
 from paceline.cluster.board import Abort, Board, Phase, Seen
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Membership, Publish, Start, View
 from paceline.cluster.memory import Segments
@@ -85,7 +85,7 @@ class Agent:
     def __init__(self, job: Job, folder: RunFolder, terminal: Terminal) -> None:
         self._job, self._folder, self._terminal = job, folder, terminal
         self._count = 1 if job.dry_run else job.settings.workers
-        self._secret = secrets.token_bytes(control.SECRET_BYTES)
+        self._secret = secrets.token_bytes(wire.SECRET_BYTES)
         self._address = f"paceline-{folder.id}-{secrets.token_hex(8)}"
         self._membership = Membership(self._count, 0 if job.dry_run else _REPLACEMENTS)
         self._rows_made = self._count + self._membership.spare_starts
@@ -115,7 +115,7 @@ class Agent:
     def run(self) -> int:
         """Start the workers, watch them to the end; the exit code of the run."""
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        server = control.listen(self._address)
+        server = wire.listen(self._address)
         self._selector.register(server, selectors.EVENT_READ, self._on_connect)
         try:
             self._start()
@@ -334,7 +334,7 @@ class Agent:
 
     def _tell_view(self, sock: socket.socket, view: View) -> None:
         try:
-            control.send(sock, control.Next(view.term, list(view.members), self._deaths))
+            wire.send(sock, messages.Next(view.term, list(view.members), self._deaths))
         except OSError:
             return  # it is dying: its pidfd will say so
 
@@ -416,7 +416,7 @@ class Agent:
     def _on_connect(self, server: socket.socket) -> None:
         sock, _ = server.accept()
         sock.settimeout(5.0)
-        if not control.admit(sock, self._secret):
+        if not wire.admit(sock, self._secret):
             self._folder.event("refused", "a connection without the run's secret")
             sock.close()
             return
@@ -425,7 +425,7 @@ class Agent:
 
     def _on_message(self, sock: socket.socket) -> None:
         try:
-            message, fds = control.receive(sock)
+            message, fds = wire.receive(sock, messages.ANY)
             for fd in fds:
                 os.close(fd)
             self._answer(sock, message)
@@ -436,53 +436,53 @@ class Agent:
             self._asking_after = [(s, term) for s, term in self._asking_after if s is not sock]
             sock.close()
 
-    def _answer(self, sock: socket.socket, message: control.Message) -> None:
+    def _answer(self, sock: socket.socket, message: messages.Message) -> None:
         worker = self._worker_of[sock]
         match message:
-            case control.Hello():
+            case messages.Hello():
                 self._worker_of[sock] = message.worker
                 view = self._membership.settled
-                welcome = control.Welcome(self._rows_made, view.term, list(view.members), self._deaths)
-                control.send(sock, welcome, (self._board.fd,))
-            case control.After():
+                welcome = messages.Welcome(self._rows_made, view.term, list(view.members), self._deaths)
+                wire.send(sock, welcome, (self._board.fd,))
+            case messages.After():
                 if message.term in self._after:
                     self._tell_view(sock, self._after[message.term])
                 else:
                     self._asking_after.append((sock, message.term))
-            case control.Entering():
+            case messages.Entering():
                 self._tell_view(sock, self._views[message.term])
-            case control.Ready():
+            case messages.Ready():
                 self._ready[message.worker] = sock
                 self._follow_up(self._membership.ready(message.worker))
-            case control.Healed():
-                control.send(sock, control.Done())
+            case messages.Healed():
+                wire.send(sock, messages.Done())
                 self._folder.event("joined", "it has the run's state", worker=message.worker)
                 self._terminal.notice(f"worker {message.worker} has joined")
                 self._board.next_term = 0
                 self._segments.forget(lambda name: name.startswith("state-"))
                 self._follow_up(self._membership.healed(message.worker))
-            case control.Segment():
+            case messages.Segment():
                 answer, fd = self._segments.grant(message.name, message.size, self._count)
-                control.send(sock, answer, (fd,) if fd is not None else ())
-            case control.Put():
+                wire.send(sock, answer, (fd,) if fd is not None else ())
+            case messages.Put():
                 self._facts[message.key] = message.value
-                control.send(sock, control.Done())
+                wire.send(sock, messages.Done())
                 for asker, key in [a for a in self._asking if a[1] == message.key]:
-                    control.send(asker, control.Value(self._facts[key]))
+                    wire.send(asker, messages.Value(self._facts[key]))
                 self._asking = [a for a in self._asking if a[1] != message.key]
-            case control.Get():
+            case messages.Get():
                 if message.key in self._facts:
-                    control.send(sock, control.Value(self._facts[message.key]))
+                    wire.send(sock, messages.Value(self._facts[message.key]))
                 else:
                     self._asking.append((sock, message.key))
-            case control.Notice():
+            case messages.Notice():
                 self._terminal.notice(message.text)
-                control.send(sock, control.Done())
-            case control.Failed():
+                wire.send(sock, messages.Done())
+            case messages.Failed():
                 if not message.follows:
                     who = f"worker {worker}:"
                     self._fail(Failure(who, message.summary, message.traceback, message.exit_code, worker))
-                control.send(sock, control.Done())
+                wire.send(sock, messages.Done())
             case _:
                 raise ValueError(f"a worker does not say {type(message).__name__}")
 

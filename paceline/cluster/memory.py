@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cluster.control import Granted, Refused
+from paceline.cluster.messages import Granted, Refused
 
 
 def available_bytes() -> int:

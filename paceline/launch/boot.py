@@ -18,7 +18,8 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import Any
 
-from paceline.cluster.control import Failed, Link
+from paceline.cluster.messages import ANY, Failed, Hello
+from paceline.cluster.wire import Link
 from paceline.errors import OWN_GROUP, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
 
@@ -181,9 +182,7 @@ def _tell(failed: Failed) -> None:
         return
     try:
         # A script that fails before init() has no session yet: say it over a link of its own.
-        from paceline.cluster.control import Hello
-
-        link = Link(handed.address, bytes.fromhex(handed.secret))
+        link = Link(handed.address, bytes.fromhex(handed.secret), ANY)
         _, fds = link.ask(Hello(handed.worker, os.getpid()))
         for fd in fds:
             os.close(fd)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import memory
-from paceline.cluster.control import Granted, Refused
 from paceline.cluster.memory import Segments, available_bytes, words
+from paceline.cluster.messages import Granted, Refused
 
 MIB = 1 << 20
 

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster import control
-from paceline.cluster.control import (
-    SECRET_BYTES,
+from paceline.cluster import wire
+from paceline.cluster.messages import (
+    ANY,
     After,
-    ConnectionClosed,
     Done,
     Entering,
     Failed,
@@ -26,7 +25,6 @@ from paceline.cluster.control import (
     Granted,
     Healed,
     Hello,
-    Link,
     Next,
     Notice,
     Put,
@@ -36,6 +34,7 @@ from paceline.cluster.control import (
     Value,
     Welcome,
 )
+from paceline.cluster.wire import SECRET_BYTES, ConnectionClosed, Link
 
 SECRET = bytes(range(SECRET_BYTES))
 Pair = tuple[socket.socket, socket.socket]
@@ -84,27 +83,27 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_come_back_as_they_were(pair: Pair, message: Any) -> None:
-    control.send(pair[0], message)
-    back, fds = control.receive(pair[1])
+    wire.send(pair[0], message)
+    back, fds = wire.receive(pair[1], ANY)
     assert back == message and type(back) is type(message) and fds == []
 
 
 def test_messages_in_a_row_stay_apart(pair: Pair) -> None:
     for message in MESSAGES:
-        control.send(pair[0], message)
-    assert [control.receive(pair[1])[0] for _ in MESSAGES] == MESSAGES
+        wire.send(pair[0], message)
+    assert [wire.receive(pair[1], ANY)[0] for _ in MESSAGES] == MESSAGES
 
 
 def test_a_long_message_arrives_whole(pair: Pair) -> None:
     message = Failed("x" * 2_000_000, "y", 1, False)
-    sender = threading.Thread(target=control.send, args=(pair[0], message))
+    sender = threading.Thread(target=wire.send, args=(pair[0], message))
     sender.start()
-    assert control.receive(pair[1])[0] == message
+    assert wire.receive(pair[1], ANY)[0] == message
     sender.join()
 
 
 def test_a_message_that_comes_byte_by_byte_is_put_together(pair: Pair) -> None:
-    control.send(pair[0], Put("key", "value"))
+    wire.send(pair[0], Put("key", "value"))
     raw = pair[1].recv(1000)
 
     def trickle() -> None:
@@ -113,19 +112,19 @@ def test_a_message_that_comes_byte_by_byte_is_put_together(pair: Pair) -> None:
 
     sender = threading.Thread(target=trickle)
     sender.start()
-    assert control.receive(pair[1])[0] == Put("key", "value")
+    assert wire.receive(pair[1], ANY)[0] == Put("key", "value")
     sender.join()
 
 
 def test_descriptors_travel_with_their_message(pair: Pair) -> None:
     fds = [memfd(content) for content in (b"board", b"one", b"two")]
-    control.send(pair[0], WELCOME, (fds[0],))
-    control.send(pair[0], Done())
-    control.send(pair[0], Granted(9), (fds[1], fds[2]))
+    wire.send(pair[0], WELCOME, (fds[0],))
+    wire.send(pair[0], Done())
+    wire.send(pair[0], Granted(9), (fds[1], fds[2]))
     inodes = [os.fstat(fd).st_ino for fd in fds]
     for fd in fds:
         os.close(fd)
-    got = [control.receive(pair[1]) for _ in range(3)]
+    got = [wire.receive(pair[1], ANY) for _ in range(3)]
     assert [message for message, _ in got] == [WELCOME, Done(), Granted(9)]
     arrived = [received for _, received in got]
     assert [len(received) for received in arrived] == [1, 0, 2]
@@ -143,21 +142,21 @@ def test_descriptors_travel_with_their_message(pair: Pair) -> None:
 def test_the_other_sides_end_is_an_error_that_says_so(pair: Pair) -> None:
     pair[0].close()
     with pytest.raises(ConnectionClosed, match="closed the connection"):
-        control.receive(pair[1])
+        wire.receive(pair[1], ANY)
 
 
 def test_an_end_in_the_middle_of_a_message_too(pair: Pair) -> None:
     pair[0].sendall(struct.pack("<I", 100) + b"half")
     pair[0].close()
     with pytest.raises(ConnectionClosed):
-        control.receive(pair[1])
+        wire.receive(pair[1], ANY)
 
 
 @pytest.mark.parametrize("length", [(16 << 20) + 1, 0xFFFFFFFF])
 def test_an_oversized_length_is_refused_before_anything_is_read(pair: Pair, length: int) -> None:
     pair[0].sendall(struct.pack("<I", length))
     with pytest.raises(ConnectionClosed, match=f"a message of {length} bytes is over the limit"):
-        control.receive(pair[1])
+        wire.receive(pair[1], ANY)
 
 
 @given(st.binary(max_size=60))
@@ -167,7 +166,7 @@ def test_garbage_is_a_value_error_never_something_else(raw: bytes) -> None:
     with one, two:
         one.sendall(struct.pack("<I", len(raw)) + raw)
         with pytest.raises(ValueError):
-            control.receive(two)
+            wire.receive(two, ANY)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def test_garbage_is_a_value_error_never_something_else(raw: bytes) -> None:
 def test_messages_of_another_form_are_refused(pair: Pair, raw: bytes) -> None:
     pair[0].sendall(struct.pack("<I", len(raw)) + raw)
     with pytest.raises(ValueError):
-        control.receive(pair[1])
+        wire.receive(pair[1], ANY)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_descriptors_beside_nonsense_are_closed(pair: Pair, raw: bytes) -> None:
     finally:
         os.close(fd)
     with pytest.raises((ValueError, OSError)):
-        control.receive(pair[1])
+        wire.receive(pair[1], ANY)
 
 
 # who may speak
@@ -206,7 +205,7 @@ def test_descriptors_beside_nonsense_are_closed(pair: Pair, raw: bytes) -> None:
 @pytest.fixture
 def server() -> Iterator[tuple[str, socket.socket]]:
     address = f"paceline-test-{secrets.token_hex(8)}"
-    listening = control.listen(address)
+    listening = wire.listen(address)
     listening.settimeout(10)
     with listening:
         yield address, listening
@@ -216,11 +215,11 @@ def admitted(listening: socket.socket, wait_s: float = 10) -> bool:
     sock, _ = listening.accept()
     with sock:
         sock.settimeout(wait_s)
-        return control.admit(sock, SECRET)
+        return wire.admit(sock, SECRET)
 
 
 def test_the_secret_opens_the_door(server: tuple[str, socket.socket]) -> None:
-    link = Link(server[0], SECRET)
+    link = Link(server[0], SECRET, ANY)
     assert admitted(server[1])
     link.close()
 
@@ -231,17 +230,17 @@ def test_the_secret_opens_the_door(server: tuple[str, socket.socket]) -> None:
     ids=["zeros", "one byte off", "reversed"],
 )
 def test_a_wrong_secret_does_not(server: tuple[str, socket.socket], given_secret: bytes) -> None:
-    link = Link(server[0], given_secret)
+    link = Link(server[0], given_secret, ANY)
     assert not admitted(server[1])
     link.close()
 
 
 @pytest.mark.parametrize("given_secret", [b"", SECRET[:10]], ids=["none", "short"])
 def test_half_a_secret_does_not(server: tuple[str, socket.socket], given_secret: bytes) -> None:
-    link = Link(server[0], given_secret)
+    link = Link(server[0], given_secret, ANY)
     assert not admitted(server[1], wait_s=0.05), "a silent visitor is given up"
     link.close()
-    link = Link(server[0], given_secret)
+    link = Link(server[0], given_secret, ANY)
     link.close()
     assert not admitted(server[1]), "one that leaves too"
 
@@ -274,7 +273,7 @@ def test_another_user_is_refused_even_with_the_secret(server: tuple[str, socket.
 
 def test_two_runs_never_collide_and_leave_no_file(server: tuple[str, socket.socket]) -> None:
     with pytest.raises(OSError, match="in use"):
-        control.listen(server[0])
+        wire.listen(server[0])
     assert not os.path.exists(server[0])
 
 
@@ -285,15 +284,15 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
     def agent() -> None:
         sock, _ = server[1].accept()
         with sock:
-            assert control.admit(sock, SECRET)
-            message, _ = control.receive(sock)
+            assert wire.admit(sock, SECRET)
+            message, _ = wire.receive(sock, ANY)
             fd = memfd(b"board")
-            control.send(sock, Welcome(9, 1, [message.worker], 0), (fd,))
+            wire.send(sock, Welcome(9, 1, [message.worker], 0), (fd,))
             os.close(fd)
 
     thread = threading.Thread(target=agent)
     thread.start()
-    link = Link(server[0], SECRET)
+    link = Link(server[0], SECRET, ANY)
     answer, fds = link.ask(Hello(6, os.getpid()))
     thread.join()
     assert answer == Welcome(9, 1, [6], 0)
@@ -307,4 +306,4 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
 
 def test_there_is_no_link_without_an_agent() -> None:
     with pytest.raises(OSError):
-        Link("paceline-test-nobody-listens", SECRET)
+        Link("paceline-test-nobody-listens", SECRET, ANY)
