@@ -58,8 +58,8 @@ _PHASE_WORDS = {
     Phase.JOINING: "joining",
 }
 
-_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE = range(10)
-_ABORT, _MAIN_READY, _STOP, _NEXT_TERM = range(4)
+_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT = range(6)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Seen:
 
 
 class Board:
-    """Rows of plain words, one row a worker. Only worker k writes row k; only the agent the header and
-    the word that says a worker is gone."""
+    """Rows of plain words, one row a worker. Only worker k writes row k; only the leading agent the header
+    and the words that say a worker is gone or should be slow."""
 
     def __init__(self, fd: int, workers: int) -> None:
         self.fd, self.workers = fd, workers
@@ -140,7 +140,42 @@ class Board:
     def next_term(self, term: int) -> None:
         self._words[_NEXT_TERM] = term
 
+    @property
+    def leader(self) -> int:
+        """The fence of the agent that leads the run."""
+        return self._words[_LEADER]
+
+    @leader.setter
+    def leader(self, fence: int) -> None:
+        self._words[_LEADER] = fence
+
+    def beat(self) -> None:
+        """The leader is alive and not frozen."""
+        self._words[_BEAT] = time.monotonic_ns()
+
+    @property
+    def silence_s(self) -> float:
+        """How long the leader has said nothing; 0 before the first word."""
+        beat = self._words[_BEAT]
+        return (time.monotonic_ns() - beat) / 1e9 if beat else 0.0
+
     # the rows
+
+    def leaves(self, worker: int) -> bool:
+        """Whether this worker has asked to go (SIGTERM)."""
+        return bool(self._words[_WORDS * (1 + worker) + _LEAVES])
+
+    def exit_code(self, worker: int) -> int | None:
+        """The exit code that this worker wrote down as it left, if it came to that."""
+        code = self._words[_WORDS * (1 + worker) + _EXIT]
+        return code - 1 if code else None
+
+    def slow(self, worker: int) -> float:
+        """How many times as long this worker should take: a fault on purpose. 1: as fast as it can."""
+        return self._words[_WORDS * (1 + worker) + _SLOW] / 1000 or 1.0
+
+    def slow_down(self, worker: int, factor: float) -> None:
+        self._words[_WORDS * (1 + worker) + _SLOW] = round(factor * 1000)
 
     def gone(self, worker: int) -> bool:
         """Whether this worker is dead and reaped; the agent says so."""
@@ -189,6 +224,12 @@ class Row:
 
     def waits_for(self, worker: int) -> None:
         self._words[_WAITS_FOR] = worker + 1
+
+    def wishes_to_leave(self) -> None:
+        self._words[_LEAVES] = 1
+
+    def exits(self, code: int) -> None:
+        self._words[_EXIT] = code + 1
 
     def progress(self, step: int, epoch: int, samples: int) -> None:
         words = self._words

@@ -1,12 +1,13 @@
 """Who is in the run: events in, instructions with their reasons out. Pure: no clock, no sockets.
 
-A view is a term's workers in order. It grows by one kind of change and shrinks by another:
+A view is a term's workers in order. It changes in two ways:
 
     a death    is answered at once by the next view, of those who remain. Whoever waits for the dead
                one in an older term goes on in it.
-    a join     is announced, and entered by all at a step's end they agree on among themselves. Until
-               the newcomer says that it has the run's state, the join is pending: any death meanwhile
-               is answered by a view without the newcomer, which starts over.
+    a change   that nobody needs to wait for, a join or a leave, is announced, and entered by all at a
+               step's end they agree on among themselves. Until the newcomer says that it has the run's
+               state, or the leaver has gone, the change is pending: any death meanwhile is answered by
+               a view of the settled one's members, and a newcomer starts over.
 
 So at any moment those who train are either all in the settled view or all in the pending one, and the
 view that follows a death is the same for both.
@@ -27,10 +28,10 @@ class View:
 
 @dataclass(frozen=True)
 class Publish:
-    """Make this view known: to those who lost a member, or (joins) as the one to enter next."""
+    """Make this view known: to those who lost a member, or (agreed) as the one to enter next."""
 
     view: View
-    joins: bool
+    agreed: bool
     why: str
 
 
@@ -62,6 +63,8 @@ Instruction = Publish | Start | Kill | GiveUp
 
 class Standing(enum.Enum):
     MEMBER = "member"
+    LEAVING = "leaving"
+    """A member that has been asked to go."""
     STARTING = "starting"
     READY = "ready"
     GONE = "gone"
@@ -69,21 +72,26 @@ class Standing(enum.Enum):
 
 @dataclass
 class Membership:
-    """The state of one run's membership. `spare_starts`: how many replacements may be started in all."""
+    """The state of one run's membership; plain values, so that the next leader can go on with it."""
 
     wanted: int
-    spare_starts: int
-    settled: View = field(init=False)
-    pending: View | None = None
+    """How many should train."""
+    starts_left: int
+    """How many more workers may be started."""
+    settled: View
     standing: dict[int, Standing] = field(default_factory=dict)
+    pending: View | None = None
 
-    def __post_init__(self) -> None:
-        self.settled = View(1, tuple(range(self.wanted)))
-        self.standing = dict.fromkeys(self.settled.members, Standing.MEMBER)
+    @staticmethod
+    def begin(wanted: int, starts_left: int) -> Membership:
+        first = View(1, tuple(range(wanted)))
+        return Membership(wanted, starts_left, first, dict.fromkeys(first.members, Standing.MEMBER))
 
     @property
     def newest(self) -> int:
         return self.pending.term if self.pending else self.settled.term
+
+    # what happens
 
     def died(self, worker: int, why: str) -> list[Instruction]:
         """A worker is dead and reaped."""
@@ -93,7 +101,7 @@ class Membership:
         self.standing[worker] = Standing.GONE
         if before is Standing.STARTING or (before is Standing.READY and not self._is_pending(worker)):
             return self._replace(f"worker {worker} {why} before it had joined")
-        remaining = tuple(member for member in self.settled.members if member != worker)
+        remaining = tuple(m for m in self.settled.members if self.standing[m] is not Standing.GONE)
         if not remaining:
             return [GiveUp(f"worker {worker} {why}, and no worker is left")]
         out: list[Instruction] = []
@@ -105,6 +113,17 @@ class Membership:
         self.settled, self.pending = View(self.newest + 1, remaining), None
         out.append(Publish(self.settled, False, f"worker {worker} {why}"))
         return out + self._replace(f"worker {worker} {why}")
+
+    def left(self, worker: int) -> list[Instruction]:
+        """A worker has gone at a step's end, as all had agreed."""
+        if self.standing[worker] is Standing.GONE:
+            return []
+        if self.pending is None or worker in self.pending.members:
+            return self.died(worker, "left")  # a death overtook the change: the others wait for it once more
+        self.standing[worker] = Standing.GONE
+        if all(self.standing[m] is Standing.GONE for m in self.settled.members if m not in self.pending.members):
+            self.settled, self.pending = self.pending, None
+        return self._replace(f"worker {worker} left")
 
     def ready(self, worker: int) -> list[Instruction]:
         """A newcomer has run its script as far as the loop."""
@@ -121,21 +140,60 @@ class Membership:
         self.standing[worker] = Standing.MEMBER
         return self._announce()
 
+    # what is wished for
+
+    def leave(self, worker: int) -> list[Instruction]:
+        """This worker should go: at a step's end if it trains, at once if it does not yet."""
+        match self.standing.get(worker):
+            case Standing.MEMBER:
+                self.standing[worker] = Standing.LEAVING
+                return self._announce()
+            case Standing.STARTING | Standing.READY:
+                return [Kill(worker, "it is not needed any more")]
+            case _:
+                return []
+
+    def scale(self, wanted: int) -> list[Instruction]:
+        """So many should train from now on. Who came last goes first; main stays."""
+        self.wanted = wanted
+        staying = [m for m in self.settled.members if self.standing[m] is Standing.MEMBER]
+        coming = [w for w, standing in self.standing.items() if standing in (Standing.STARTING, Standing.READY)]
+        out: list[Instruction] = []
+        for worker in reversed([*staying, *coming][wanted:]):
+            out += self.leave(worker)
+        return out + self._replace(f"{wanted} workers were asked for")
+
+    @property
+    def all_leave(self) -> bool:
+        """Everybody was asked to go: the run must stop instead."""
+        return all(self.standing[m] is Standing.LEAVING for m in self.settled.members)
+
+    # what follows
+
     def _announce(self) -> list[Instruction]:
-        """One newcomer at a time."""
+        """One change at a time: first who leaves, then one newcomer after the other."""
+        if self.pending is not None:
+            return []
+        leaving = [m for m in self.settled.members if self.standing[m] is Standing.LEAVING]
+        if leaving and len(leaving) < len(self.settled.members):
+            rest = tuple(m for m in self.settled.members if m not in leaving)
+            self.pending = View(self.newest + 1, rest)
+            who = ", ".join(map(str, leaving))
+            return [Publish(self.pending, True, f"worker {who} leaves")]
         waiting = [worker for worker, standing in self.standing.items() if standing is Standing.READY]
-        if self.pending is not None or not waiting:
+        if not waiting:
             return []
         self.pending = View(self.newest + 1, (*self.settled.members, waiting[0]))
         return [Publish(self.pending, True, f"worker {waiting[0]} is ready to join")]
 
     def _replace(self, why: str) -> list[Instruction]:
         out: list[Instruction] = []
+        staying = sum(1 for m in self.settled.members if self.standing[m] is Standing.MEMBER)
         coming = sum(1 for standing in self.standing.values() if standing in (Standing.STARTING, Standing.READY))
-        while len(self.settled.members) + coming < self.wanted and self.spare_starts > 0:
+        while staying + coming < self.wanted and self.starts_left > 0:
             number = max(self.standing) + 1
             self.standing[number] = Standing.STARTING
-            self.spare_starts -= 1
+            self.starts_left -= 1
             coming += 1
             out.append(Start(number, why))
         return out + self._announce()

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.cluster.kept import Kept
 from paceline.cluster.messages import Granted, Refused
 
 
@@ -46,17 +47,19 @@ def words(size: int) -> str:
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
+_PREFIX = "segment/"
+
+
 class Segments:
     """Segments by name; the first who asks makes one, the rest share it."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken = 0
-        self._made: dict[str, tuple[int, int]] = {}
+    def __init__(self, limit: int, kept: Kept) -> None:
+        self._limit, self._kept = limit, kept
 
     def grant(self, name: str, size: int, workers: int) -> tuple[Granted | Refused, int | None]:
-        if name in self._made:
-            fd, known = self._made[name]
+        found = self._kept.get(_PREFIX + name)
+        if found is not None:
+            fd, known = found
             if known != size:
                 return Refused(f"workers disagree on the size of {name}: {known} and {size} bytes"), None
             return Granted(size), fd
@@ -79,18 +82,16 @@ class Segments:
                 f"no shared memory: {words(size)} asked for, the kernel said {error.strerror}. Use fewer workers, or pass "
                 "--transport gloo"
             ), None
-        self._made[name] = (fd, size)
-        self._taken += size
+        self._kept.keep(_PREFIX + name, fd, size)
         return Granted(size), fd
+
+    @property
+    def _taken(self) -> int:
+        sizes = [self._kept.get(name) for name in self._kept.names(_PREFIX)]
+        return sum(found[1] for found in sizes if found)
 
     def forget(self, names: Callable[[str], bool]) -> None:
         """Let go of segments that nobody will ask for again; who has one mapped keeps it."""
-        for name in [name for name in self._made if names(name)]:
-            fd, size = self._made.pop(name)
-            os.close(fd)
-            self._taken -= size
-
-    def close(self) -> None:
-        for fd, _ in self._made.values():
-            os.close(fd)
-        self._made = {}
+        for name in self._kept.names(_PREFIX):
+            if names(name.removeprefix(_PREFIX)):
+                self._kept.release(name)

@@ -1,4 +1,4 @@
-"""What a worker and its agent say to each other. No torch in here."""
+"""What the processes of a run say to its leading agent, and what it answers. No torch in here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import msgspec
 
 from paceline.cluster.wire import decoder
 
+# a worker
+
 
 class Hello(msgspec.Struct, tag=True):
-    """A worker's first message; the answer is `Welcome`, with the board's descriptor."""
+    """A worker's first message to a leader; the answer is `Welcome`, with the board's descriptor."""
 
     worker: int
     pid: int
@@ -55,13 +57,9 @@ class Value(msgspec.Struct, tag=True):
 class Ready(msgspec.Struct, tag=True):
     """A newcomer has come as far as the loop; answered by the `Next` view it is in."""
 
-    worker: int
-
 
 class Healed(msgspec.Struct, tag=True):
     """A newcomer has the run's state: its view is in force."""
-
-    worker: int
 
 
 class Next(msgspec.Struct, tag=True):
@@ -94,12 +92,6 @@ class Failed(msgspec.Struct, tag=True):
     """True when the cause lies elsewhere: another worker was lost, and this one only noticed."""
 
 
-class Notice(msgspec.Struct, tag=True):
-    """A line for the terminal that is not the script's own output."""
-
-    text: str
-
-
 class Done(msgspec.Struct, tag=True):
     """An empty answer."""
 
@@ -108,10 +100,59 @@ class Refused(msgspec.Struct, tag=True):
     why: str
 
 
-Message = (
-    Hello | Welcome | Ready | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed | Notice
-    | Done | Refused
-)  # fmt: skip
+# a standby agent
 
+
+class Shadow(msgspec.Struct, tag=True):
+    """A standby's first message: send what must outlive the leader."""
+
+
+class Keep(msgspec.Struct, tag=True):
+    """A descriptor to hold on to: the board, a segment of shared memory, a worker's pidfd."""
+
+    name: str
+    size: int = 0
+
+
+class Release(msgspec.Struct, tag=True):
+    name: str
+
+
+# whoever watches or steers
+
+
+class Watch(msgspec.Struct, tag=True):
+    """Answered by `Welcome` with the board; `Members` and `Ended` follow."""
+
+
+class Members(msgspec.Struct, tag=True):
+    """The workers that train now; the first is main."""
+
+    members: list[int]
+
+
+class Ended(msgspec.Struct, tag=True):
+    """The run is over."""
+
+    exit_code: int
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Stop after this step (with a checkpoint, if the run writes them), or kill all at once."""
+
+    why: str
+    kill: bool = False
+
+
+class Scale(msgspec.Struct, tag=True):
+    """Train with so many workers from now on."""
+
+    workers: int
+
+
+Message = (
+    Hello | Welcome | Ready | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
+    | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Stop | Scale
+)  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

@@ -6,6 +6,7 @@
     logs/            one file a process: worker-0.log, …
     summary.json     how it ended
     job.json         what was started, for `paceline resume`
+    agent.json       where the run's agents are found, while it runs; `secret` lets one in
     checkpoints/     the run's state, if the run writes it
 
 Lines are appended in one write each, so several processes may write one file. No torch in here.
@@ -69,6 +70,8 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.logs = path / "logs"
         self.job = path / "job.json"
+        self.agent = path / "agent.json"
+        self.secret = path / "secret"
         self.checkpoints = path / "checkpoints"
 
     @staticmethod

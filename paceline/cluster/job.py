@@ -1,0 +1,58 @@
+"""What to run, as the user typed it: kept in the run's folder for every agent, and for `paceline resume`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from paceline.settings import Settings, merge
+from paceline.watch.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Job:
+    target: str
+    arguments: list[str]
+    as_module: bool
+    flags: dict[str, Any]
+    directory: str
+    """Where it was started."""
+    gpus: list[str]
+    dry_run: bool = False
+    faults: list[str] = field(default_factory=list)
+    """What is to go wrong on purpose."""
+    resume: str = ""
+    """The checkpoint to go on from."""
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What the flags say. The script's init() may still set what no flag did."""
+        return merge(self.flags, {})[0]
+
+    @property
+    def workers(self) -> int:
+        return 1 if self.dry_run else self.settings.workers
+
+    @property
+    def words(self) -> str:
+        return " ".join(["paceline run", *(["-m"] if self.as_module else []), self.target, *self.arguments])
+
+    @property
+    def survives_deaths(self) -> bool:
+        """Groups of torch (Gloo, NCCL) do not survive a member's death yet."""
+        settings = self.settings
+        by_memory = settings.transport == "shm" or (
+            settings.transport == "auto" and (not self.gpus or settings.share_gpus)
+        )
+        return by_memory and not self.dry_run
+
+    def write(self, folder: RunFolder) -> None:
+        folder.write_json(folder.job, msgspec.to_builtins(self))
+
+    @staticmethod
+    def read(folder: RunFolder) -> Job | None:
+        known = folder.read_json(folder.job)
+        return msgspec.convert(known, Job) if known else None

@@ -1,0 +1,119 @@
+"""A line to whoever leads the run. Leaders die, freeze and are replaced; the line finds the next one.
+
+The address of a leader ends in its fence. Every question can be asked again: a leader answers from what
+the run's store says, not from what it remembers of the asker. No torch in here.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline.cluster import wire
+from paceline.cluster.messages import ANY
+
+_POLL_MS = 100
+_RETRY_S = 0.02
+_AHEAD = 4
+"""How many fences beyond the last known one are tried: leaders may have followed each other meanwhile."""
+
+
+class NoLeaderError(ConnectionError):
+    """Nobody has led the run for too long."""
+
+
+class LeaderLink:
+    """`greeting` is said to every leader first; `fence` tells which leader there is, as far as one knows."""
+
+    def __init__(
+        self, address: str, secret: bytes, greeting: msgspec.Struct, fence: Callable[[], int], grace_s: float
+    ) -> None:
+        self._address, self._secret, self._greeting, self._grace_s = address, secret, greeting, grace_s
+        self._known_fence = fence
+        self._socket: socket.socket | None = None
+        self._fence = 0
+
+    def greet(self) -> tuple[Any, list[int]]:
+        """What the leader answers to the greeting."""
+        return self._again(self._connect)
+
+    def ask(self, message: msgspec.Struct, check: Callable[[], None] = lambda: None) -> tuple[Any, list[int]]:
+        """The leader's answer, from this leader or the next; `check` is called while waiting, and may raise."""
+
+        def once() -> tuple[Any, list[int]]:
+            if self._socket is None:
+                _, fds = self._connect()
+                wire.close_all(fds)
+            return self._exchange(message, check)
+
+        return self._again(once)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Say it if anybody listens right now."""
+        try:
+            if self._socket is None:
+                wire.close_all(self._connect()[1])
+            self._exchange(message, lambda: None)
+        except OSError:
+            self.close()
+
+    def _again(self, attempt: Callable[[], tuple[Any, list[int]]]) -> tuple[Any, list[int]]:
+        deadline = time.monotonic() + self._grace_s
+        while True:
+            try:
+                return attempt()
+            except OSError as error:
+                self.close()
+                if time.monotonic() > deadline:
+                    raise NoLeaderError(f"no agent has led the run for {self._grace_s:.0f} s") from error
+                time.sleep(_RETRY_S)
+
+    def _connect(self) -> tuple[Any, list[int]]:
+        """Find the leader and greet it; its answer."""
+        known = self._known_fence()
+        for fence in range(known, known + _AHEAD):
+            try:
+                self._socket = wire.connect(f"{self._address}-{fence}", self._secret)
+            except OSError:
+                continue
+            self._fence = fence
+            return self._exchange(self._greeting, lambda: None)
+        raise ConnectionError(f"no agent listens at {self._address}-{known}")
+
+    def _exchange(self, message: msgspec.Struct, check: Callable[[], None]) -> tuple[Any, list[int]]:
+        assert self._socket is not None
+        wire.send(self._socket, message)
+        while not self._readable():
+            check()
+            if self._known_fence() > self._fence:
+                raise ConnectionError("another agent leads the run now")
+        return wire.receive(self._socket, ANY)
+
+    def _readable(self) -> bool:
+        assert self._socket is not None
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        return bool(poll.poll(_POLL_MS))
+
+    def fileno(self) -> int:
+        assert self._socket is not None
+        return self._socket.fileno()
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """A message that the leader sends of its own accord."""
+        assert self._socket is not None
+        return wire.receive(self._socket, ANY)
+
+    @property
+    def connected(self) -> bool:
+        return self._socket is not None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
