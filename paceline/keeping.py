@@ -37,7 +37,7 @@ class Keeping:
                 "metrics": run.metrics,
                 "stopped": run.stopped,
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
-                "positions": [run._positions.get(id(feed)) for feed in run._feeds],
+                "positions": run._feeding.capture(),
             }
         )
 
@@ -52,11 +52,9 @@ class Keeping:
             item.load_state_dict(tree["registered"][name])
         run.state.update(tree["state"])
         run.metrics.update(tree["metrics"])
-        run.stopped = tree["stopped"]
+        run._stopping.reason = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
-        for feed, position in zip(run._feeds, tree["positions"], strict=True):
-            if position is not None:
-                run._positions[id(feed)] = position
+        run._feeding.restore(tree["positions"])
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, at any worker count."""
@@ -71,7 +69,7 @@ class Keeping:
                     f"pass --{name} {theirs[name]}"
                 )
         self.restore(snapshot)
-        run.resumed, run.stopped = True, None
+        run.resumed, run._stopping.reason = True, None
         if run.is_main:
             run._session.notice(f"going on from step {run.step} ({path.name})")
             run._session.folder.event("resumed", str(path), step=run.step, workers=run._session.workers)

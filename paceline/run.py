@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader
 
 from paceline import strategies
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
-from paceline.data.partition import Split, skew
 from paceline.data.random import set_seed
 from paceline.errors import OWN_GROUP, PacelineError, UsageError
+from paceline.feeding import Feeding
 from paceline.hooks import Hook
 from paceline.keeping import Keeping
 from paceline.launch.boot import tell_usage_errors_shortly
@@ -31,19 +30,14 @@ from paceline.launch.environment import ticket
 from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.session import Session, user_line
-from paceline.settings import StopRules
-from paceline.steps import Batch, Stepper, line_of_close
+from paceline.steps import Stepper
+from paceline.stopping import Stopping
 from paceline.summary import summarise
 from paceline.tensors.peers import TermEnded
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_STOP_WORDS = {
-    1: "a stop rule",
-    2: "run.stop()",
-    3: "Ctrl-C",
-}
-_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "epoch", "finish", "written"])}
+_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "finish", "written"])}
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -88,23 +82,18 @@ class Run:
         self.metrics: dict[str, float] = {}
         """The last value of each logged metric."""
         self.finished = False
-        self.stopped: str | None = None
-        """Why the run was stopped before its end, if it was."""
         self._registered: dict[str, Any] = {}
         self._failed = False
         self._started = time.monotonic()
-        self._rules = StopRules.of(self.settings)
-        self._asked: str | None = None
-        self._due: str | None = None
         self._replica = Replica(self.device)
         self._precision = Precision(self.settings.precision, self.device)
-        self._feeds: list[Feed] = []
-        self._positions: dict[int, tuple[int, int]] = {}
         self._mean = True
-        self._in_loop = False
         self._attached = False
         self._epochs_done = 0
+        self.terms = Terms(session)
         self._keeping = Keeping(self)
+        self._stopping = Stopping(session, self.terms)
+        self._feeding = Feeding(session, self.terms, self._stopping, self._keeping.at_boundary)
         set_seed(mix(self.settings.seed), self.device)
         session.row.enter(Phase.SCRIPT)
         if self.is_main:
@@ -112,7 +101,6 @@ class Run:
             session.folder.event("started", "init() was called", workers=session.workers, slots=self.settings.slots)
         else:
             session.wait_for_main()
-        self.terms = Terms(session)
         self._strategy = strategies.create(self.settings.strategy)
         self._stepper: Stepper | None = None
         if not session.launched:
@@ -122,6 +110,11 @@ class Run:
     def is_main(self) -> bool:
         """Whether this worker speaks for the run: writes metrics and files. If it dies, another does."""
         return self._session.is_main
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run was stopped before its end, if it was."""
+        return self._stopping.reason
 
     # what the script gives
 
@@ -159,7 +152,7 @@ class Run:
         elif isinstance(item, (LRScheduler, ReduceLROnPlateau)):
             self._replica.schedulers.append(item)
         elif isinstance(item, DataLoader):
-            self._adopt(item)
+            self._feeding.add(item)
         elif hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
             self.register(f"{type(item).__name__}-{len(self._registered)}", item)
         else:
@@ -167,25 +160,6 @@ class Run:
                 f"{user_line()}: prepare() cannot use a {type(item).__name__}; it takes models, optimizers, schedulers, "
                 "DataLoaders and anything with state_dict/load_state_dict"
             )
-
-    def _adopt(self, loader: DataLoader[Any]) -> None:
-        if adopted(loader):
-            raise UsageError(f"{user_line()}: this loader was given to prepare() already")
-        split = Split.parse(self.settings.split, self.settings.slots)
-        feed = build_feed(loader, self.settings.slots, split, mix(self.settings.seed, len(self._feeds)))
-        self._feeds.append(feed)
-        if self.is_main and len(self._feeds) == 1:
-            words, sizes = self._batch_words(feed, split), feed.sizes(0, 0) if feed.steps else None
-            self._session.notice(words)
-            self._session.folder.event("data", words, steps=feed.steps, skew=skew(sizes) if sizes else None)
-        adopt(loader, lambda: self._iterate(feed), lambda: _length(feed))
-
-    def _batch_words(self, feed: Feed, split: Split) -> str:
-        slots = self.settings.slots
-        if feed.batch is None:
-            return f"the loader's own batches, over {slots} slot{'s' * (slots != 1)} a step"
-        sizes = sorted({last - first for first, last in split.cut(feed.batch, slots)}, reverse=True)
-        return f"batch {feed.batch} = {slots} slot{'s' * (slots != 1)} × {' or '.join(map(str, sizes))}"
 
     def _share_weights(self) -> None:
         """Everyone starts from worker 0's weights; say so if they differed."""
@@ -242,15 +216,17 @@ class Run:
         try:
             for epoch in range(stepper.epoch, count):
                 stepper.epoch = epoch
-                self._tell_total(count)
+                self._session.row.describe(total_steps=self._feeding.total_steps(count))
                 yield epoch
                 self._epochs_done = epoch + 1
-                self._positions = {}
-                self._agree_to_stop()
+                self._feeding.epoch_done()
+                self._between_points("the end of an epoch")
+                self._session.at = "the end of an epoch"
+                self._stopping.agree(stepper.step, self.metrics)
                 if self.stopped:
                     break
         finally:
-            self._in_loop = False
+            self._feeding.end_loop()
 
     def steps(self, count: int) -> Iterator[int]:
         """Steps for scripts that draw their own batches; random state is set at each share."""
@@ -268,7 +244,7 @@ class Run:
                     break
         finally:
             stepper.abandon()
-            self._in_loop = False
+            self._feeding.end_loop()
 
     def slots(self, count: int | None = None) -> Iterator[Any]:
         """This worker's shares of the batch in hand. When the loop ends, `.grad` is the whole batch's.
@@ -296,19 +272,15 @@ class Run:
             self._keeping.resume(self._session.resume_from)
         if self._session.dry_run:
             self._show_settings()
-        if self._in_loop:
+        if self._feeding.training:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
-        self._in_loop = True
+        self._feeding.begin_loop(self._stepper)
         return self._stepper
 
     def _show_settings(self) -> NoReturn:
         """--dry-run ends where training would begin."""
-        feed = self._feeds[0] if self._feeds else None
         lines = [f"{name:12} {value!s:24} {self._session.origins[name]}" for name, value in vars(self.settings).items()]
-        if feed is not None:
-            split = Split.parse(self.settings.split, self.settings.slots)
-            lines += [self._batch_words(feed, split), f"{feed.steps or 'an unknown number of'} steps an epoch"]
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write("\n".join([*lines, *self._feeding.words()]) + "\n")
         self.finished = True
         raise SystemExit(0)
 
@@ -342,122 +314,20 @@ class Run:
                     "but a resumed run would start it anew; add it to prepare()"
                 )
 
-    def _tell_total(self, epochs: int) -> None:
-        per_epoch = self._feeds[0].steps if self._feeds else None
-        total = per_epoch * epochs if per_epoch else 0
-        if self.settings.steps:
-            total = min(total, self.settings.steps) if total else self.settings.steps
-        self._session.row.describe(total_steps=total)
-
-    def _iterate(self, feed: Feed) -> Iterator[Any]:
-        """What `for batch in loader` runs."""
-        stepper = self._stepper
-        if stepper is None or not self._in_loop:
-            yield from self._peek(feed)
-            return
-        epoch, key = stepper.epoch, id(feed)
-        known, number = self._positions.get(key, (epoch, 0))
-        number = number if known == epoch else 0
-        aimed = stepper.mine
-        feed.start(epoch, number, aimed)
-        self._session.left = None
-        self.terms.catching_up = False
-        try:
-            while not self.stopped and (feed.steps is None or number < feed.steps):
-                start = time.perf_counter()
-                self._session.row.enter(Phase.DATA)
-                batch = Batch(stepper, feed, epoch, number)
-                if feed.steps is None and not any(batch.sizes or [0]):
-                    break
-                if stepper.active:
-                    raise UsageError(
-                        f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
-                        "one loader; leave the other out of prepare()"
-                    )
-                offered = batch.offered() if stepper.flat_allowed else batch
-                took = time.perf_counter() - start
-                stepper.split.data += took
-                stepper.split.total += took
-                stepper.begin(batch)
-                yield offered
-                stepper.end()
-                number += 1
-                self._positions[key] = (epoch, number)
-                self._keeping.at_boundary()
-                if stepper.mine != aimed:
-                    aimed = stepper.mine
-                    feed.start(epoch, number, aimed)
-        except GeneratorExit:
-            self._session.left = line_of_close()
-            if stepper.abandon():
-                self._positions[key] = (epoch, number + 1)
-            raise
-        finally:
-            feed.stop()
-
-    def _peek(self, feed: Feed) -> Iterator[Any]:
-        """Batches outside the training loop: looked at, not counted."""
-        slots = range(self.settings.slots)
-        feed.start(0, 0, slots)
-        number = 0
-        try:
-            while feed.steps is None or number < feed.steps:
-                shares = [feed.share(0, number, slot) for slot in slots]
-                if shares[0] is None:
-                    break
-                yield shares[0]
-                number += 1
-        finally:
-            feed.stop()
-
     # stopping
 
     def stop(self, reason: str) -> None:
         """Ask for a stop that all workers agree on: training ends after the next step."""
-        self._asked = self._asked or reason
+        self._stopping.ask(reason)
 
     def _stop_code(self) -> int:
-        """What this worker says about stopping at this reduce point."""
-        if self._asked:
-            return 2
-        if self._session.board.stop_asked:
-            return 3
-        stepper = self._stepper
-        assert stepper is not None
-        self._due = self._due_at(stepper.step + 1)
-        return 1 if self._due else 0
-
-    def _due_at(self, step: int) -> str | None:
-        """A target is worker 0's to decide: the others may log their own share's values."""
-        return self._rules.due(step, time.monotonic() - self._started, self.metrics if self.is_main else {})
+        """What this worker says about stopping at this reduce point, whose step is not counted yet."""
+        return self._stopping.code(self.step + 1, self.metrics)
 
     def _after_commit(self, codes: list[int]) -> None:
         if self._precision.scales:
             self._precision.after_commit(self._replica.params)
-        if any(codes):
-            self._stop_for(codes)
-
-    def _stop_for(self, codes: list[int]) -> None:
-        rank = next(rank for rank, code in enumerate(codes) if code)
-        who = self._session.view.members[rank]
-        reason = self._asked or self._due
-        self.stopped = reason or f"{_STOP_WORDS[codes[rank]]} on worker {who}"
-        if codes[rank] == 3:
-            self.stopped = "interrupted (Ctrl-C)"
-        if self.is_main:
-            self._session.folder.event("stopping", self.stopped, step=self.step, worker=who)
-
-    def _agree_to_stop(self) -> None:
-        """At an epoch's end a wish to stop need not wait for another step."""
-        stepper = self._stepper
-        assert stepper is not None
-        self._between_points("the end of an epoch")
-        self._session.at = "the end of an epoch"
-        self._due = self._due_at(stepper.step)
-        code = 2 if self._asked else 3 if self._session.board.stop_asked else 1 if self._due else 0
-        codes = [raw[0] for raw in self.terms.gather(_KEYS["epoch"], lambda: bytes([code]))]
-        if any(codes) and not self.stopped:
-            self._stop_for(codes)
+        self._stopping.settle(codes, self.step)
 
     # what the script tells
 
@@ -559,12 +429,6 @@ class Run:
             self._strategy.close()
         self.terms.peers.close()
         self._session.leave()
-
-
-def _length(feed: Feed) -> int:
-    if feed.steps is None:
-        raise TypeError("the length of a stream is not known")
-    return feed.steps
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

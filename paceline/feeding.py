@@ -1,0 +1,173 @@
+"""From the loaders a script has prepared to the batches of its training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from paceline.cluster.board import Phase
+from paceline.data.loader import Feed, adopt, adopted, build_feed
+from paceline.data.order import mix
+from paceline.data.partition import Split, skew
+from paceline.errors import UsageError
+from paceline.session import Session, user_line
+from paceline.steps import Batch, Stepper, line_of_close
+from paceline.stopping import Stopping
+from paceline.terms import Terms
+
+
+class Feeding:
+    """The prepared loaders, and how far this epoch has come in each."""
+
+    def __init__(self, session: Session, terms: Terms, stopping: Stopping, at_boundary: Callable[[], None]) -> None:
+        self._session, self._terms, self._stopping, self._at_boundary = session, terms, stopping, at_boundary
+        self._feeds: list[Feed] = []
+        self._positions: dict[int, tuple[int, int]] = {}
+        """By a feed's number in the list: the epoch, and the batches of it that are trained."""
+        self._stepper: Stepper | None = None
+
+    @property
+    def _split(self) -> Split:
+        settings = self._session.settings
+        return Split.parse(settings.split, settings.slots)
+
+    # what is prepared
+
+    def add(self, loader: DataLoader[Any]) -> None:
+        """From now on, iterating this loader gives the run's batches."""
+        if adopted(loader):
+            raise UsageError(f"{user_line()}: this loader was given to prepare() already")
+        settings, number = self._session.settings, len(self._feeds)
+        feed = build_feed(loader, settings.slots, self._split, mix(settings.seed, number))
+        self._feeds.append(feed)
+        if self._session.is_main and number == 0:
+            words, sizes = self._batch_words(feed), feed.sizes(0, 0) if feed.steps else None
+            self._session.notice(words)
+            self._session.folder.event("data", words, steps=feed.steps, skew=skew(sizes) if sizes else None)
+        adopt(loader, lambda: self._batches(number), lambda: _length(feed))
+
+    def _batch_words(self, feed: Feed) -> str:
+        slots = self._session.settings.slots
+        if feed.batch is None:
+            return f"the loader's own batches, over {slots} slot{'s' * (slots != 1)} a step"
+        sizes = sorted({last - first for first, last in self._split.cut(feed.batch, slots)}, reverse=True)
+        return f"batch {feed.batch} = {slots} slot{'s' * (slots != 1)} × {' or '.join(map(str, sizes))}"
+
+    def words(self) -> list[str]:
+        """The first loader's batches and steps, for --dry-run."""
+        if not self._feeds:
+            return []
+        feed = self._feeds[0]
+        return [self._batch_words(feed), f"{feed.steps or 'an unknown number of'} steps an epoch"]
+
+    def total_steps(self, epochs: int) -> int:
+        """Steps of a run of so many epochs; 0 if nobody can know."""
+        per_epoch = self._feeds[0].steps if self._feeds else None
+        total = per_epoch * epochs if per_epoch else 0
+        limit = self._session.settings.steps
+        return min(total, limit) if total and limit else total or limit
+
+    # where the run is
+
+    @property
+    def training(self) -> bool:
+        """Whether the script is in its training loop; batches drawn elsewhere are not counted."""
+        return self._stepper is not None
+
+    def begin_loop(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+
+    def end_loop(self) -> None:
+        self._stepper = None
+
+    def epoch_done(self) -> None:
+        self._positions = {}
+
+    def capture(self) -> list[tuple[int, int] | None]:
+        """The position in each loader."""
+        return [self._positions.get(number) for number in range(len(self._feeds))]
+
+    def restore(self, positions: list[tuple[int, int] | None]) -> None:
+        for number, (_, position) in enumerate(zip(self._feeds, positions, strict=True)):
+            if position is not None:
+                self._positions[number] = position
+
+    # batches
+
+    def _batches(self, feed_number: int) -> Iterator[Any]:
+        """What `for batch in loader` runs."""
+        feed, stepper = self._feeds[feed_number], self._stepper
+        if stepper is None:
+            yield from self._peek(feed)
+            return
+        epoch = stepper.epoch
+        known, number = self._positions.get(feed_number, (epoch, 0))
+        number = number if known == epoch else 0
+        aimed = stepper.mine
+        feed.start(epoch, number, aimed)
+        self._session.left = None
+        self._terms.catching_up = False
+        try:
+            while not self._stopping.reason and (feed.steps is None or number < feed.steps):
+                drawn = self._draw(stepper, feed, epoch, number)
+                if drawn is None:
+                    break
+                batch, offered = drawn
+                stepper.begin(batch)
+                yield offered
+                stepper.end()
+                number += 1
+                self._positions[feed_number] = (epoch, number)
+                self._at_boundary()
+                if stepper.mine != aimed:
+                    aimed = stepper.mine
+                    feed.start(epoch, number, aimed)
+        except GeneratorExit:
+            self._session.left = line_of_close()
+            if stepper.abandon():
+                self._positions[feed_number] = (epoch, number + 1)
+            raise
+        finally:
+            feed.stop()
+
+    def _draw(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> tuple[Batch, Any] | None:
+        """The next batch, and what the script's loop variable gets; None at the end of a stream."""
+        start = time.perf_counter()
+        self._session.row.enter(Phase.DATA)
+        batch = Batch(stepper, feed, epoch, number)
+        if feed.steps is None and not any(batch.sizes or [0]):
+            return None
+        if stepper.active:
+            raise UsageError(
+                f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
+                "one loader; leave the other out of prepare()"
+            )
+        offered = batch.offered() if stepper.flat_allowed else batch
+        took = time.perf_counter() - start
+        stepper.split.data += took
+        stepper.split.total += took
+        return batch, offered
+
+    def _peek(self, feed: Feed) -> Iterator[Any]:
+        """Batches outside the training loop: looked at, not counted."""
+        slots = range(self._session.settings.slots)
+        feed.start(0, 0, slots)
+        number = 0
+        try:
+            while feed.steps is None or number < feed.steps:
+                shares = [feed.share(0, number, slot) for slot in slots]
+                if shares[0] is None:
+                    break
+                yield shares[0]
+                number += 1
+        finally:
+            feed.stop()
+
+
+def _length(feed: Feed) -> int:
+    if feed.steps is None:
+        raise TypeError("the length of a stream is not known")
+    return feed.steps

@@ -1,0 +1,62 @@
+"""How a run ends before its end: any worker may wish for a stop, and all take it at the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from paceline.data.order import mix
+from paceline.session import Session
+from paceline.settings import StopRules
+from paceline.terms import Terms
+
+_EPOCH = mix(301)
+_RULE, _ASKED, _INTERRUPTED = 1, 2, 3
+_WORDS = {_RULE: "a stop rule", _ASKED: "run.stop()", _INTERRUPTED: "Ctrl-C"}
+
+
+class Stopping:
+    """This worker's wish to stop, and what all have agreed on."""
+
+    def __init__(self, session: Session, terms: Terms) -> None:
+        self._session, self._terms = session, terms
+        self._started = time.monotonic()
+        self._rules = StopRules.of(session.settings)
+        self._asked: str | None = None
+        self._due: str | None = None
+        self.reason: str | None = None
+        """Why the run was stopped before its end, if it was."""
+
+    def ask(self, reason: str) -> None:
+        """The script wants to stop; the first reason counts."""
+        self._asked = self._asked or reason
+
+    def code(self, steps: int, metrics: Mapping[str, float]) -> int:
+        """What this worker says about stopping once so many steps are done; 0 if it wants to go on."""
+        # A target is worker 0's to decide: the others may log their own share's values.
+        mine = metrics if self._session.is_main else {}
+        self._due = self._rules.due(steps, time.monotonic() - self._started, mine)
+        if self._asked:
+            return _ASKED
+        if self._session.board.stop_asked:
+            return _INTERRUPTED
+        return _RULE if self._due else 0
+
+    def settle(self, codes: list[int], step: int) -> None:
+        """Every worker's code is known: if one wants to stop, all do. The first one gives the reason."""
+        if not any(codes):
+            return
+        rank = next(rank for rank, code in enumerate(codes) if code)
+        who = self._session.view.members[rank]
+        self.reason = self._asked or self._due or f"{_WORDS[codes[rank]]} on worker {who}"
+        if codes[rank] == _INTERRUPTED:
+            self.reason = "interrupted (Ctrl-C)"
+        if self._session.is_main:
+            self._session.folder.event("stopping", self.reason, step=step, worker=who)
+
+    def agree(self, step: int, metrics: Mapping[str, float]) -> None:
+        """At an epoch's end a wish to stop need not wait for another step."""
+        code = self.code(step, metrics)
+        codes = [raw[0] for raw in self._terms.gather(_EPOCH, lambda: bytes([code]))]
+        if not self.reason:
+            self.settle(codes, step)
