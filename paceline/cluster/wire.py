@@ -1,24 +1,37 @@
-"""How the processes of a run talk: framed msgspec structs over a Unix socket.
+"""How the processes of a run talk: framed msgspec structs over a socket.
 
-The socket lives in Linux's abstract namespace: it leaves no file, and two runs never collide. Before
-a message is parsed the peer must be the same user and must have sent the run's secret. A message is a
-struct behind its length; descriptors travel beside it. None of this is on the path of a step. No torch
-in here.
+On one machine the socket is a Unix one in Linux's abstract namespace: it leaves no file, and two runs
+never collide. Before a message is parsed both sides have shown that they know the run's secret
+(`handshake`), and on a Unix socket that they are the same user. A message is a struct behind its length;
+descriptors travel beside it. What is here blocks, for workers and simple tools; who serves many uses
+`door` and `connection`. None of this is on the path of a step. No torch in here.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
+import secrets
 import socket
 import struct
+import time
 from typing import Any
 
 import msgspec
 
-SECRET_BYTES = 32
-_LENGTH = struct.Struct("<I")
-_LARGEST = 16 << 20
+from paceline.cluster.handshake import NONCE_BYTES, Gate, Knock, Verdict
+from paceline.cluster.handshake import SECRET_BYTES as SECRET_BYTES
+
+LENGTH = struct.Struct("<I")
+LARGEST = 16 << 20
+"""No message is longer, in bytes."""
+MOST_DESCRIPTORS = 4
+"""No message has more beside it."""
+HANDSHAKE_S = 5.0
+"""A visitor that has not proved itself by then is sent away."""
+_CONNECT_S = 30.0
+"""How long one who knocks waits: an agent under a flood of strangers takes its time."""
+_PEER = struct.Struct("3i")
+_BACKLOG = 128
 _encoder = msgspec.msgpack.Encoder()
 
 Decoder = msgspec.msgpack.Decoder[Any]
@@ -30,26 +43,48 @@ def decoder(messages: Any) -> Decoder:
 
 
 class ConnectionClosed(ConnectionError):
-    """The other side went away."""
+    """The other side went away, or must be sent away."""
 
 
-def _receive_exactly(sock: socket.socket, count: int, fds: list[int]) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        chunk, ancillary, _, _ = sock.recvmsg(count - len(data), socket.CMSG_SPACE(4 * 4))
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                usable = len(raw) - len(raw) % 4
-                fds.extend(struct.unpack(f"{usable // 4}i", raw[:usable]))
-        if not chunk:
-            raise ConnectionClosed("the other side closed the connection")
-        data += chunk
-    return bytes(data)
+# messages
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message as it goes over the wire."""
+    payload = _encoder.encode(message)
+    if len(payload) > LARGEST:
+        raise ValueError(f"a message of {len(payload)} bytes is over the limit of {LARGEST}")
+    return LENGTH.pack(len(payload)) + payload
+
+
+def decode(payload: bytes | bytearray | memoryview, expected: Decoder) -> Any:
+    """The message; nonsense is a ValueError, whatever it is."""
+    try:
+        return expected.decode(payload)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+
+
+def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found: list[int] = []
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            usable = len(raw) - len(raw) % 4
+            found.extend(struct.unpack(f"{usable // 4}i", raw[:usable]))
+    return found
+
+
+def close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+ROOM_FOR_DESCRIPTORS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
+"""The kernel closes what does not fit."""
 
 
 def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-    payload = _encoder.encode(message)
-    data = _LENGTH.pack(len(payload)) + payload
+    data = encode(message)
     if fds:
         sent = socket.send_fds(sock, [data], list(fds))
         data = data[sent:]
@@ -59,17 +94,36 @@ def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()
 def receive(sock: socket.socket, expected: Decoder) -> tuple[Any, list[int]]:
     fds: list[int] = []
     try:
-        (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, fds))
-        if length > _LARGEST:
+        (length,) = LENGTH.unpack(_receive_exactly(sock, LENGTH.size, fds))
+        if length > LARGEST:
             raise ConnectionClosed(f"a message of {length} bytes is over the limit")
-        message = expected.decode(_receive_exactly(sock, length, fds))
+        message = decode(_receive_exactly(sock, length, fds), expected)
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         raise
     for fd in fds:
         os.set_inheritable(fd, False)
     return message, fds
+
+
+def _receive_exactly(sock: socket.socket, count: int, fds: list[int]) -> bytes:
+    data = bytearray()
+    by_unix = sock.family == socket.AF_UNIX
+    while len(data) < count:
+        if by_unix:
+            chunk, ancillary, _, _ = sock.recvmsg(count - len(data), ROOM_FOR_DESCRIPTORS)
+            fds.extend(descriptors_in(ancillary))
+            if len(fds) > MOST_DESCRIPTORS:
+                raise ConnectionClosed(f"a message with more than {MOST_DESCRIPTORS} descriptors")
+        else:
+            chunk = sock.recv(count - len(data))
+        if not chunk:
+            raise ConnectionClosed("the other side closed the connection")
+        data += chunk
+    return bytes(data)
+
+
+# who may speak
 
 
 def listen(address: str) -> socket.socket:
@@ -79,25 +133,75 @@ def listen(address: str) -> socket.socket:
     except OSError:
         server.close()
         raise
-    server.listen(64)
+    server.listen(_BACKLOG)
     return server
 
 
-def admit(sock: socket.socket, secret: bytes) -> bool:
-    """Whether this fresh connection is our own user's and knows the secret."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", raw)
-    if uid != os.getuid():
-        return False
-    fds: list[int] = []
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The pid and the user at the other end of a Unix socket, as the kernel knows them."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+def is_our_user(sock: socket.socket) -> bool:
+    return sock.family != socket.AF_UNIX or peer_of(sock)[1] == os.getuid()
+
+
+def admit(sock: socket.socket, secret: bytes, binding: bytes = b"") -> bool:
+    """Whether this fresh connection is our own user's and knows the secret; we prove that we know it too."""
+    gate = Gate(secret, secrets.token_bytes(NONCE_BYTES), binding)
     try:
-        given = _receive_exactly(sock, SECRET_BYTES, fds)
+        return is_our_user(sock) and _shake(sock, gate, HANDSHAKE_S) == ""
     except OSError:
         return False
+
+
+def _shake(sock: socket.socket, side: Gate | Knock, patience_s: float) -> str:
+    """Go through the handshake; why it failed, or nothing. The socket's own timeout counts if it is shorter."""
+    before = sock.gettimeout()
+    deadline = time.monotonic() + min(patience_s, before or patience_s)
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "it did not prove itself in time"
+            sock.settimeout(left)
+            # recv and not recvmsg: the kernel closes descriptors that nobody asks for
+            data = sock.recv(side.wanted)
+            if not data:
+                return "it went away in the middle of the handshake"
+            move = side.feed(data)
+            if move.reply:
+                sock.sendall(move.reply)
+            if move.verdict is not Verdict.OPEN:
+                return move.why
     finally:
-        for fd in fds:
-            os.close(fd)
-    return hmac.compare_digest(given, secret)
+        sock.settimeout(before)
+
+
+def connect(address: str, secret: bytes) -> socket.socket:
+    """A connection on which both sides have proved themselves."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        # Blocking, with the kernel's own limit: with Python's a full backlog would be an error at once.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_CONNECT_S), 0))
+        sock.connect("\0" + address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+        if not is_our_user(sock):
+            raise ConnectionClosed(f"{address}: another user listens there")
+        _knock(sock, address, secret, b"")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _knock(sock: socket.socket, address: str, secret: bytes, binding: bytes) -> None:
+    side = Knock(secret, secrets.token_bytes(NONCE_BYTES), binding)
+    sock.sendall(side.greeting)
+    why = _shake(sock, side, _CONNECT_S)
+    if why:
+        raise ConnectionClosed(f"{address}: the handshake failed: {why}")
 
 
 class Link:
@@ -105,13 +209,7 @@ class Link:
 
     def __init__(self, address: str, secret: bytes, expected: Decoder) -> None:
         self._expected = expected
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            self._socket.connect("\0" + address)
-            self._socket.sendall(secret)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = connect(address, secret)
 
     def ask(self, message: msgspec.Struct) -> tuple[Any, list[int]]:
         send(self._socket, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster import wire
+from paceline.cluster.handshake import GREETING_BYTES, NONCE_BYTES, Gate, Knock
 from paceline.cluster.messages import (
     ANY,
     After,
@@ -177,6 +179,7 @@ def test_garbage_is_a_value_error_never_something_else(raw: bytes) -> None:
         b"\x83\xa4type\xa5Hello\xa6worker\xa1x\xa3pid\x01",  # a worker that is no number
         b"\xc1",
         b"",
+        b"\x82\xa4type\xa4Done\xa1x" + b"\x91" * 100_000,  # a nest that would be the agent's RecursionError
     ],
 )
 def test_messages_of_another_form_are_refused(pair: Pair, raw: bytes) -> None:
@@ -218,10 +221,22 @@ def admitted(listening: socket.socket, wait_s: float = 10) -> bool:
         return wire.admit(sock, SECRET)
 
 
+def knocked(address: str, secret: bytes) -> threading.Thread:
+    """Somebody who comes with this secret, and leaves as soon as he is in or sent away."""
+
+    def come() -> None:
+        with contextlib.suppress(OSError):
+            Link(address, secret, ANY).close()
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    return thread
+
+
 def test_the_secret_opens_the_door(server: tuple[str, socket.socket]) -> None:
-    link = Link(server[0], SECRET, ANY)
+    visitor = knocked(server[0], SECRET)
     assert admitted(server[1])
-    link.close()
+    visitor.join()
 
 
 @pytest.mark.parametrize(
@@ -230,26 +245,86 @@ def test_the_secret_opens_the_door(server: tuple[str, socket.socket]) -> None:
     ids=["zeros", "one byte off", "reversed"],
 )
 def test_a_wrong_secret_does_not(server: tuple[str, socket.socket], given_secret: bytes) -> None:
-    link = Link(server[0], given_secret, ANY)
+    visitor = knocked(server[0], given_secret)
     assert not admitted(server[1])
-    link.close()
+    visitor.join()
 
 
-@pytest.mark.parametrize("given_secret", [b"", SECRET[:10]], ids=["none", "short"])
-def test_half_a_secret_does_not(server: tuple[str, socket.socket], given_secret: bytes) -> None:
-    link = Link(server[0], given_secret, ANY)
-    assert not admitted(server[1], wait_s=0.05), "a silent visitor is given up"
-    link.close()
-    link = Link(server[0], given_secret, ANY)
-    link.close()
-    assert not admitted(server[1]), "one that leaves too"
+def test_a_visitor_is_not_deceived_by_one_who_took_the_agents_place(server: tuple[str, socket.socket]) -> None:
+    """He answers with a nonce of his own, but has no proof."""
+
+    def impostor() -> None:
+        sock, _ = server[1].accept()
+        with sock:
+            sock.recv(GREETING_BYTES)
+            sock.sendall(Gate(bytes(SECRET_BYTES), bytes(NONCE_BYTES)).greeting)
+            sock.recv(100)
+            sock.sendall(bytes(32))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(ConnectionClosed, match="does not know the run's secret"):
+        Link(server[0], SECRET, ANY)
+    thread.join()
 
 
-def test_descriptors_beside_the_secret_are_closed(server: tuple[str, socket.socket]) -> None:
+def test_a_recorded_handshake_opens_nothing(server: tuple[str, socket.socket]) -> None:
+    said: list[bytes] = []
+
+    def eavesdrop() -> None:
+        """Between the two, passing on what it hears."""
+        visitor, _ = tap.accept()
+        with visitor, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+            agent.connect("\0" + server[0])
+            for size in (GREETING_BYTES, 32):
+                said.append(visitor.recv(size))
+                agent.sendall(said[-1])
+                visitor.sendall(agent.recv(size))
+
+    with wire.listen(server[0] + "-tap") as tap:
+        listening = threading.Thread(target=eavesdrop)
+        listening.start()
+        honest = knocked(server[0] + "-tap", SECRET)
+        assert admitted(server[1])
+        honest.join()
+        listening.join()
+    assert [len(piece) for piece in said] == [GREETING_BYTES, 32]
+    assert not any(SECRET[at : at + 8] in b"".join(said) for at in range(SECRET_BYTES - 8)), "the secret travelled"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as replay:
+        replay.connect("\0" + server[0])
+        replay.sendall(b"".join(said))
+        assert not admitted(server[1])
+
+
+@pytest.mark.parametrize("start", [0, 1, GREETING_BYTES - 1, GREETING_BYTES])
+def test_one_who_falls_silent_is_given_up(server: tuple[str, socket.socket], start: int) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.connect("\0" + server[0])
+        visitor.sendall(Knock(SECRET, bytes(NONCE_BYTES)).greeting[:start])
+        assert not admitted(server[1], wait_s=0.05)
+
+
+def test_one_who_leaves_too(server: tuple[str, socket.socket]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.connect("\0" + server[0])
+        visitor.sendall(b"PACE")
+    assert not admitted(server[1])
+
+
+def test_a_web_browser_hears_nothing(server: tuple[str, socket.socket]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.connect("\0" + server[0])
+        visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert not admitted(server[1])
+        with contextlib.suppress(ConnectionResetError):
+            assert visitor.recv(100) == b""
+
+
+def test_descriptors_beside_the_handshake_are_closed(server: tuple[str, socket.socket]) -> None:
     fd = memfd(b"unwanted")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.connect("\0" + server[0])
-        socket.send_fds(visitor, [bytes(SECRET_BYTES)], [fd])
+        socket.send_fds(visitor, [Knock(SECRET, bytes(NONCE_BYTES)).greeting + bytes(32)], [fd])
         os.close(fd)
         assert not admitted(server[1])
 
@@ -260,11 +335,7 @@ def test_another_user_is_refused_even_with_the_secret(server: tuple[str, socket.
     if pid == 0:
         try:
             os.setuid(65534)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-                visitor.connect("\0" + server[0])
-                visitor.sendall(SECRET)
-                visitor.settimeout(10)
-                visitor.recv(1)
+            Link(server[0], SECRET, ANY)
         finally:
             os._exit(0)
     assert not admitted(server[1])
