@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.cluster.messages import ANY, Failed, Hello
 from paceline.cluster.wire import Link
@@ -30,9 +30,13 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 def main() -> None:
     """`python -m paceline.launch.boot [-m] TARGET ARGS…`"""
     _die_with_agent()
+    run(sys.argv[1:])
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """Run `[-m] TARGET ARGS…` as this process's main program, and leave with its exit code."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    arguments = sys.argv[1:]
     as_module = arguments[0] == "-m"
     target, rest = (arguments[1], arguments[2:]) if as_module else (arguments[0], arguments[1:])
     code = 0
@@ -192,14 +196,16 @@ def _tell(failed: Failed) -> None:
         return
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """Leave without destructors: a process group whose peers are gone can abort in its own (measured)."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code) if code else _leave_cleanly()
+    if code == 0:
+        _leave_cleanly()
+    os._exit(code)
 
 
-def _leave_cleanly() -> None:
+def _leave_cleanly() -> NoReturn:
     import threading
 
     threading._shutdown()  # type: ignore[attr-defined]

@@ -44,6 +44,8 @@ def bit_environment(threads: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": str(threads),
         # cuBLAS needs it for deterministic results.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # Sets of strings are walked in the same order by every worker, replacements included.
+        "PYTHONHASHSEED": "0",
         # Large gradients come from the heap, not from fresh pages at every step.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
@@ -52,21 +54,29 @@ def bit_environment(threads: int) -> dict[str, str]:
     }
 
 
-def worker_environment(
-    base: Mapping[str, str], ticket: Ticket, place: int, threads: int, gpus: list[str] | None, share: bool
-) -> dict[str, str]:
-    """The base environment, plus the ticket, the bits' needs and one visible GPU, by its place.
+def nursery_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The part that is the same for all workers: the base environment and the bits' needs.
 
     RANK, WORLD_SIZE and friends are taken out: scripts that look for them would start groups of
     their own.
     """
     env = {k: v for k, v in base.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    env.update(bit_environment(threads))
-    env[MARK] = ticket.encode()
-    env["PYTHONUNBUFFERED"] = "1"
+    return {**env, **bit_environment(threads), "PYTHONUNBUFFERED": "1"}
+
+
+def own_environment(ticket: Ticket, place: int, gpus: list[str] | None, share: bool) -> dict[str, str]:
+    """The part that is this worker's own: the ticket, and one visible GPU, by its place."""
+    env = {MARK: ticket.encode()}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)] if share else gpus[place]
     return env
+
+
+def worker_environment(
+    base: Mapping[str, str], ticket: Ticket, place: int, threads: int, gpus: list[str] | None, share: bool
+) -> dict[str, str]:
+    """All of it, for a worker that no nursery forks."""
+    return {**nursery_environment(base, threads), **own_environment(ticket, place, gpus, share)}
 
 
 def visible_gpus() -> list[str]:
