@@ -4,6 +4,7 @@
     ├── UsageError           the script or the command line must change (exit code 2)
     ├── MismatchError        the workers came to different places in the script
     ├── PeerLostError        another worker died or the run is being stopped
+    │   └── EvictedError     this worker was taken for dead while it was frozen
     └── ResourceError        the machine cannot hold what the run needs
 
 `ValueError` is not used for these, so that a script's own ``except ValueError`` never hides one.
@@ -32,6 +33,17 @@ class MismatchError(PacelineError):
 
 class PeerLostError(PacelineError):
     """Another worker died, or the agent is stopping the run, while this one waited."""
+
+
+class EvictedError(PeerLostError):
+    """The others have gone on without this worker: it must not touch anything of theirs any more."""
+
+
+class Departed(SystemExit):
+    """Unwinds a script whose worker has left the run, with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 class ResourceError(PacelineError):

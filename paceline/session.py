@@ -7,6 +7,7 @@ the group of peers. It trains nothing.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,9 +19,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import __version__
 from paceline.cluster.board import Board, Phase, Row
+from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.membership import View
 from paceline.cluster.messages import (
-    ANY,
     After,
     Entering,
     Failed,
@@ -29,7 +30,6 @@ from paceline.cluster.messages import (
     Healed,
     Hello,
     Next,
-    Notice,
     Put,
     Ready,
     Refused,
@@ -37,8 +37,7 @@ from paceline.cluster.messages import (
     Value,
     Welcome,
 )
-from paceline.cluster.wire import Link
-from paceline.errors import MismatchError, PeerLostError, ResourceError, UsageError
+from paceline.errors import Departed, EvictedError, MismatchError, PeerLostError, ResourceError, UsageError
 from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
 from paceline.tensors.peers import Alone, Peers, TermEnded
@@ -75,7 +74,7 @@ class Session:
         self._at = "starting"
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
-        self.link: Link | None = None
+        self.link: LeaderLink | None = None
         self.recoveries = 0
         """Workers that the run has lost and gone on without, as of this view."""
         if self.ticket is None:
@@ -84,8 +83,8 @@ class Session:
             self.view = View(1, (0,))
         else:
             self.folder = RunFolder(Path(self.ticket.folder))
-            self.link = Link(self.ticket.address, bytes.fromhex(self.ticket.secret), ANY)
-            answer, fds = self.link.ask(Hello(self.worker, os.getpid()))
+            self.link = self._link(self.ticket)
+            answer, fds = self.link.greet()
             assert isinstance(answer, Welcome)
             self.board = Board(fds[0], answer.rows)
             self.view, self.recoveries = View(answer.term, tuple(answer.members)), answer.deaths
@@ -93,8 +92,37 @@ class Session:
         """A newcomer: until it has entered a view it runs its script alone."""
         self.row: Row = self.board.row(self.worker)
         self.row.describe(pid=os.getpid())
+        if self.launched and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # A machine's notice that it goes down: leave at a step's end.
+            signal.signal(signal.SIGTERM, lambda signum, frame: self.row.wishes_to_leave())
         self.device = _device(self.settings)
         torch.set_num_threads(self.settings.threads)
+
+    def _link(self, ticket: Ticket) -> LeaderLink:
+        def fence() -> int:
+            """The board knows who leads; before it is there, the ticket says who led."""
+            return max(ticket.fence, self.board.leader) if hasattr(self, "board") else ticket.fence
+
+        greeting = Hello(self.worker, os.getpid())
+        return LeaderLink(ticket.address, bytes.fromhex(ticket.secret), greeting, fence, self.settings.grace)
+
+    def ask(self, message: Any) -> tuple[Any, list[int]]:
+        """The leader's answer. Whoever leads: a question outlives the one it was put to."""
+        assert self.link is not None
+        try:
+            return self.link.ask(message, self._check_while_asking)
+        except NoLeaderError as error:
+            raise PeerLostError(f"{error}: this worker gives up") from None
+
+    def _check_while_asking(self) -> None:
+        if self.board.abort:
+            raise PeerLostError("the run is stopping")
+        self.check_own_place()
+
+    def check_own_place(self) -> None:
+        """A worker that was frozen for too long is not in the run any more when it thaws."""
+        if self.board.gone(self.worker):
+            raise EvictedError("this worker was taken for dead, and the others have gone on without it")
 
     @property
     def at(self) -> str:
@@ -165,29 +193,30 @@ class Session:
 
     def next_view(self) -> View:
         """A worker of this term is gone: the view of those who remain."""
-        assert self.link is not None
-        self._take_view(self.link.ask(After(self.view.term))[0])
+        self._take_view(self.ask(After(self.view.term))[0])
         if self.worker not in self.view.members:
             raise PeerLostError("this worker is not in the run any more")
         return self.view
 
     def enter(self, term: int) -> View:
-        """The view that all have agreed to enter now."""
-        assert self.link is not None
-        self._take_view(self.link.ask(Entering(term))[0])
+        """The view that all have agreed to enter now; a worker that is not in it leaves the run."""
+        answer, _ = self.ask(Entering(term))
+        if isinstance(answer, Next):
+            self._take_view(answer)
+        if self.worker not in self.view.members:
+            self.row.enter(Phase.LEFT)
+            raise Departed
         return self.view
 
     def join(self) -> View:
         """A newcomer's way in: wait for the view it is in."""
-        assert self.link is not None
         self.row.enter(Phase.JOINING)
-        self._take_view(self.link.ask(Ready(self.worker))[0])
+        self._take_view(self.ask(Ready())[0])
         self.joining = False
         return self.view
 
     def healed(self) -> None:
-        assert self.link is not None
-        self.link.ask(Healed(self.worker))
+        self.ask(Healed())
 
     def _take_view(self, answer: Any) -> None:
         assert isinstance(answer, Next)
@@ -222,18 +251,16 @@ class Session:
 
     def _store(self) -> Store:
         """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""
-        assert self.link is not None
         if self.is_main:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.link.ask(Put(f"{self._name}/store", str(store.port)))
+            self.ask(Put(f"{self._name}/store", str(store.port)))
             return store
-        answer, _ = self.link.ask(Get(f"{self._name}/store"))
+        answer, _ = self.ask(Get(f"{self._name}/store"))
         assert isinstance(answer, Value)
         return TCPStore("127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False)
 
     def segment(self, name: str, size: int) -> int:
-        assert self.link is not None
-        answer, fds = self.link.ask(Segment(name, size))
+        answer, fds = self.ask(Segment(name, size))
         if isinstance(answer, Refused):
             raise ResourceError(answer.why)
         assert isinstance(answer, Granted)
@@ -248,6 +275,7 @@ class Session:
 
     def check(self, seconds: float, laggard: int) -> None:
         worker = self.view.members[laggard]
+        self.check_own_place()
         if self.board.abort:
             raise PeerLostError(f"gave up waiting for worker {worker}: the run is stopping")
         if self.board.gone(worker):
@@ -273,8 +301,8 @@ class Session:
 
     def notice(self, text: str) -> None:
         """A line for the user that is not the script's output."""
-        if self.link is not None:
-            self.link.tell(Notice(text))
+        if self.launched:
+            self.folder.event("notice", text, worker=self.worker, notice=text)
         else:
             sys.stderr.write(f"paceline: {text}\n")
 

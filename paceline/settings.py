@@ -43,6 +43,8 @@ class Settings:
     split: str = _setting("even", "how data is cut: even, rows, or one weight a slot")
     checkpoint_every: int = _setting(0, "write a checkpoint every so many steps, and when stopped (0: none)")
     keep: int = _setting(3, "how many checkpoints to keep")
+    lease: float = _setting(3.0, "seconds for which a process may be frozen before it counts as lost")
+    grace: float = _setting(60.0, "seconds that workers train on without a coordinator before they stop")
     steps: int = _setting(0, "stop after this many steps (0: no limit)")
     epochs: int = _setting(0, "train this many epochs instead of the script's own number (0: the script's)")
     seconds: float = _setting(0.0, "stop after this many seconds (0: no limit)")
@@ -74,6 +76,8 @@ def _check(s: Settings) -> None:
         ("seconds", 0),
         ("checkpoint_every", 0),
         ("keep", 1),
+        ("lease", 0.1),
+        ("grace", 1),
         ("shm_limit", 0),
     ):
         value = getattr(s, name)

@@ -73,8 +73,11 @@ class Terms:
         """A step is over. Enter the term that all have agreed on, if it is a new one."""
         if agreed <= self._session.view.term:
             return
+        before = self._session.view.members
         self._session.enter(agreed)
         peers = self._with(self._session.peers())
+        if peers.size <= len(before):
+            return  # somebody has left: nobody needs anything
         try:
             self._hand_over(peers, state.capture() if peers.rank == _DONOR else None)
         except TermEnded:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import click
 
 from paceline.cli.options import runs_option
+from paceline.cluster.job import Job
 from paceline.errors import UsageError
 from paceline.state.checkpoint import listed, newest_good
 from paceline.watch.folder import RunFolder
@@ -45,11 +47,11 @@ def command(run: str, workers: int | None, show: str, runs: Path) -> int:
     from paceline.cli.run import start
 
     folder = RunFolder.find(runs, run)
-    job = folder.read_json(folder.job)
-    if not job:
+    job = Job.read(folder)
+    if job is None:
         raise UsageError(f"run {folder.id!r} was not started by `paceline run`: there is nothing to start again")
     checkpoint = checkpoint_of(folder)
     folder = RunFolder(folder.path.absolute())
-    flags = job["flags"] | ({"workers": workers} if workers is not None else {})
-    os.chdir(job["directory"])
-    return start(job["target"], tuple(job["arguments"]), job["as_module"], flags, folder, show, resume=checkpoint)
+    flags = job.flags | ({"workers": workers} if workers is not None else {})
+    os.chdir(job.directory)
+    return start(dataclasses.replace(job, flags=flags, faults=[], resume=checkpoint), folder, show)

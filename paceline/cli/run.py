@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ import click
 
 from paceline.cli.options import runs_option
 from paceline.cli.resume import checkpoint_of
+from paceline.cluster.job import Job
 from paceline.errors import UsageError
 from paceline.faults.plan import Fault
 from paceline.launch.environment import visible_gpus
@@ -52,6 +54,8 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--split", help="How data is cut: even, rows, or one weight a slot (1,1,2,4).  [default: even]")
 @click.option("--checkpoint-every", type=int, help="Write a checkpoint every so many steps; see `paceline resume`.")
 @click.option("--keep", type=int, help="How many checkpoints to keep.  [default: 3]")
+@click.option("--lease", type=float, help="Seconds a frozen process may stay in the run.  [default: 3]")
+@click.option("--grace", type=float, help="Seconds workers train on without a coordinator.  [default: 60]")
 @click.option("--resume", type=click.Choice(["auto"]), help="auto: if --name has a checkpoint, go on from it.")
 @click.option("--steps", type=int, help="Stop after this many steps.")
 @click.option("--epochs", type=int, help="Train this many epochs instead of the script's number.")
@@ -89,55 +93,40 @@ def command(
     over run.epochs() and run.slots(). The weights that come out are the same, bit for bit, for every
     -n up to --slots.
     """
-    from paceline.cluster.agent import Agent, Job
-    from paceline.watch.terminal import Terminal
-
     flags = {name: value for name, value in given.items() if value is not None}
     _check_order(arguments, flags)
     if not as_module:
         _check_script(script)
-    settings, _ = _flag_settings(flags)
-    planned = tuple(map(Fault.parse, faults))
+    gpus = _gpus_for(merge(flags, {})[0])
+    job = Job(script, list(arguments), as_module, flags, os.getcwd(), gpus, dry_run, list(faults))
+    for fault in faults:
+        Fault.parse(fault)
     if dry_run:
-        job = Job(script, arguments, as_module, flags, settings, show, True, tuple(_gpus_for(settings)))
         with tempfile.TemporaryDirectory(prefix="paceline-dry-") as nowhere:
-            return Agent(job, RunFolder.create(Path(nowhere), name), Terminal(1)).run()
+            return start(job, RunFolder.create(Path(nowhere), name), show)
     folder, checkpoint = _folder(runs, name, resume)
-    code = start(script, arguments, as_module, flags, folder, show, planned, checkpoint)
+    code = start(dataclasses.replace(job, resume=checkpoint), folder, show)
     if code == 2 and "sys.exit(2)" in folder.read_json(folder.summary).get("exit", ""):
         _tell_strays(arguments, flags)
     return code
 
 
-def start(
-    target: str,
-    arguments: tuple[str, ...],
-    as_module: bool,
-    flags: dict[str, Any],
-    folder: RunFolder,
-    show: str,
-    faults: tuple[Fault, ...] = (),
-    resume: str = "",
-) -> int:
-    """Start a job in its folder, and see it to its end; the exit code."""
-    from paceline.cluster.agent import Agent, Job
+def start(job: Job, folder: RunFolder, show: str) -> int:
+    """Start a job in its folder, and show it to its end; the exit code."""
+    from paceline.cluster.agent import start_agent
+    from paceline.cluster.rendezvous import Rendezvous
     from paceline.watch.terminal import Terminal
+    from paceline.watch.viewer import Viewer
 
-    settings, _ = _flag_settings(flags)
-    gpus = tuple(_gpus_for(settings))
-    folder.write_json(
-        folder.job,
-        {
-            "target": target,
-            "arguments": list(arguments),
-            "as_module": as_module,
-            "flags": flags,
-            "directory": os.getcwd(),
-        },
-    )
+    folder = RunFolder(folder.path.absolute())
+    job.write(folder)
     folder.summary.unlink(missing_ok=True)
-    job = Job(target, arguments, as_module, flags, settings, show, False, gpus, faults, resume)
-    return Agent(job, folder, Terminal(settings.workers)).run()
+    place = Rendezvous.create(folder)
+    viewer = Viewer(folder, place, Terminal(job.workers), show)
+    agent = start_agent(folder, first=True)
+    code = viewer.watch()
+    agent.wait()  # if it still led: it has nothing left to do
+    return code
 
 
 def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder, str]:
@@ -150,11 +139,6 @@ def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder
     if not known.path.exists():
         return RunFolder.create(runs, name), ""
     return known, checkpoint_of(known) if listed(known.checkpoints) else ""
-
-
-def _flag_settings(flags: dict[str, Any]) -> tuple[Settings, dict[str, str]]:
-    """What the flags alone say. The script's init() may still set what no flag did."""
-    return merge(flags, {})
 
 
 def _check_order(arguments: tuple[str, ...], flags: dict[str, Any]) -> None:

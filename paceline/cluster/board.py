@@ -39,6 +39,7 @@ class Phase(enum.IntEnum):
     FINISHED = 7
     FAILED = 8
     JOINING = 9
+    LEFT = 10
 
     @property
     def words(self) -> str:
@@ -56,6 +57,7 @@ _PHASE_WORDS = {
     Phase.FINISHED: "finished",
     Phase.FAILED: "failed",
     Phase.JOINING: "joining",
+    Phase.LEFT: "gone, as it was asked to",
 }
 
 _PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)

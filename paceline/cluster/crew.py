@@ -12,6 +12,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +106,9 @@ class Crew:
         if known is not None and not known.pid:
             self._take(Worker(number, pid, pidfd))
             return
-        if known is None:  # killed before it was there
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if known is None:  # it has ended, or was to be killed before it was there
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
 
     def _lose_nursery(self) -> None:

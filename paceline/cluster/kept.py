@@ -20,6 +20,7 @@ class Kept:
 
     def keep(self, name: str, fd: int, size: int = 0) -> None:
         """Take over this descriptor."""
+        self.release(name)
         self._of[name] = (fd, size)
         self.on_keep(name, fd, size)
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster import messages, wire
+from paceline.cluster import messages
 from paceline.cluster.board import Abort, Board, Phase, Seen
+from paceline.cluster.connection import Connection
 from paceline.cluster.crew import Crew, NurseryError, Worker
+from paceline.cluster.desk import Desk, Key
 from paceline.cluster.job import Job
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.ledger import Failure, Ledger
@@ -39,9 +41,8 @@ _ODD_EXIT_S = 1.0
 _KILLS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 """Signals that come from outside: the worker was well. A crash (SIGSEGV, …) would only repeat itself."""
 _STANDBY_EVERY_S = 1.0
-
-Key = tuple[str, int | str]
-"""A question that waits for its answer: ("fact", name), ("after", term), ("join", worker)."""
+REPLACEMENTS = 100
+"""How many workers a run may start anew before it makes do with those it has."""
 
 
 class Leader:
@@ -67,16 +68,15 @@ class Leader:
         self._segments = Segments(job.settings.shm_limit, kept)
         self._selector = selectors.DefaultSelector()
         self._crew = Crew(folder, self._board, self._selector, self._start_nursery, self._on_start, self._on_end)
-        self._worker_of: dict[wire.Connection, int] = {}
-        self._watchers: list[wire.Connection] = []
-        self._shadows: list[wire.Connection] = []
-        self._waiting: dict[Key, list[wire.Connection]] = {}
+        address = f"{place.address}-{fence}"
+        self._desk = Desk(address, place.secret, self._selector, self._answer, self._known)
         self._start_standby = start_standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._standby_at = 0.0
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._ended_at: dict[int, float] = {}
         self._signalled = 0
+        self._told_members = ledger.membership.settled.members
 
     # life
 
@@ -84,11 +84,13 @@ class Leader:
         """Until the run ends (its exit code), or another agent leads (None)."""
         before = signal.signal(signal.SIGTERM, self._on_signal)
         try:
-            self._door = wire.Door(wire.listen(f"{self._place.address}-{self._fence}"), self._place.secret)
-            self._selector.register(self._door, selectors.EVENT_READ, self._on_knock)
             self._begin()
             while self._ledger.running:
                 self._turn()
+            return self._end()
+        except NurseryError as error:
+            self._fail("the run:", f"{error}", self._log_tail("nursery"), 1, -1)
+            self._crew.kill_all()
             return self._end()
         except FencedError as error:
             self._folder.event("stepped down", str(error), fence=self._fence)
@@ -125,7 +127,9 @@ class Leader:
             notice="the coordinator is gone: the standby leads now",
         )
         try:
-            self._crew.use(Nursery.connect(self._nursery_address, self._place.secret))
+            nursery = Nursery.connect(self._nursery_address, self._place.secret)
+            nursery.ask_for_children()  # whose end the last leader may have been told alone
+            self._crew.use(nursery)
         except OSError:
             self._folder.event("nursery lost", "it went with the agent that led before; another one starts when needed")
         # Whatever the last leader had decided and not yet done is done now; all of it can be done twice.
@@ -147,8 +151,8 @@ class Leader:
 
     def _tick(self, now: float) -> None:
         self._crew.tick(now)
-        self._door.expire(now)
-        self._tell_refusals()
+        for words in self._desk.tick(now):
+            self._folder.event("refused", words)
         rows = self._rows()
         self._tell_waits(rows, now)
         self._check_odd_exits(now)
@@ -163,10 +167,7 @@ class Leader:
 
     def _close(self) -> None:
         self._crew.close(quit_nursery=not self._ledger.running)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, wire.Connection):
-                key.fileobj.close()
-        self._door.close()
+        self._desk.close()
         self._selector.close()
         self._board.close()
         self._kept.close()
@@ -183,7 +184,7 @@ class Leader:
     def _end(self) -> int:
         code = self._exit_code()
         self._folder.event("ended", self._folder.read_json(self._folder.summary).get("exit", ""), exit_code=code)
-        for peer in [*self._watchers, *self._shadows]:
+        for peer in [*self._desk.watchers, *self._desk.shadows]:
             peer.send(messages.Ended(code))
         self._store.remove()
         Rendezvous.remove(self._folder)
@@ -204,7 +205,8 @@ class Leader:
         return {"Ctrl-C": 130, "SIGTERM": 143}.get(ledger.stop, 0)
 
     def _end_failed(self, failure: Failure) -> int:
-        log = "" if failure.exit_code == 2 else str(self._folder.log_of("worker", failure.worker))
+        of_worker = failure.worker >= 0 and failure.exit_code != 2
+        log = str(self._folder.log_of("worker", failure.worker)) if of_worker else ""
         self._folder.event(
             "failed",
             f"{failure.who} {failure.text}",
@@ -249,6 +251,10 @@ class Leader:
             self._board.abort = Abort.STOPPING
             self._crew.kill_all()
 
+    def _log_tail(self, name: str) -> str:
+        path = self._folder.logs / f"{name}.log"
+        return path.read_text(errors="replace")[-4000:].rstrip() if path.exists() else ""
+
     def _on_signal(self, signum: int, frame: object) -> None:
         self._signalled = signum
 
@@ -260,9 +266,7 @@ class Leader:
 
     def _start_nursery(self) -> Nursery:
         environment = nursery_environment(os.environ, self._job.settings.threads)
-        return Nursery.start(
-            environment, self._folder.logs / "nursery.log", self._nursery_address, self._place.secret
-        )
+        return Nursery.start(environment, self._folder.logs / "nursery.log", self._nursery_address, self._place.secret)
 
     def _start_worker(self, number: int) -> None:
         job, place = self._job, self._place
@@ -294,13 +298,13 @@ class Leader:
 
     def _on_end(self, number: int, code: int) -> None:
         """A worker has ended; what it said before comes first."""
-        for peer in [peer for peer, owner in self._worker_of.items() if owner == number]:
-            self._on_message(peer)
+        self._desk.hear_worker(number)
         self._ledger.exits[number], self._ended_at[number] = code, time.monotonic()
         self._kept.release(_pidfd_name(number))
         self._save()
         self._folder.event("worker ended", _exit_words(code), worker=number, exit_code=code)
-        if self._ledger.failure is not None or self._ledger.killed:
+        over = self._ledger.failure is not None or self._ledger.killed
+        if over or self._membership.standing[number] is Standing.GONE:
             return
         if code == 0 and self._board.see(number).phase == Phase.LEFT:
             self._follow_up(self._membership.left(number))
@@ -353,7 +357,11 @@ class Leader:
             phase = self._board.see(number).phase
             odd = self._ledger.exits.get(number) == 0 and phase not in (Phase.FINISHED, Phase.LEFT)
             if odd and now - self._ended_at.get(number, now) > _ODD_EXIT_S:
-                text = "ended without paceline.init()" if phase == Phase.STARTING else "left the script early, with exit code 0"
+                text = (
+                    "ended without paceline.init()"
+                    if phase == Phase.STARTING
+                    else "left the script early, with exit code 0"
+                )
                 self._fail(f"worker {number}", f"{text}, while others wait for it", "", 1, number)
                 return
 
@@ -391,7 +399,8 @@ class Leader:
                     self._crew.kill(number)
                 case GiveUp(why):
                     self._fail("the run:", why, "", 1, max(self._ledger.places))
-        self._answer_waiting()
+        self._desk.settle()
+        self._tell_members()
 
     def _publish(self, view: View, agreed: bool, why: str) -> None:
         count = len(view.members)
@@ -400,46 +409,27 @@ class Leader:
         self._board.next_term = view.term if agreed else 0
         if not agreed:
             self._segments.forget(lambda name: _term_of(name) < view.term - 1)
-            self._tell_members()
 
     def _tell_members(self) -> None:
-        for peer in self._watchers:
-            peer.send(messages.Members(list(self._membership.settled.members)))
+        members = self._membership.settled.members
+        if members != self._told_members:
+            self._told_members = members
+            for peer in self._desk.watchers:
+                peer.send(messages.Members(list(members)))
 
     # messages
 
-    def _on_knock(self, door: wire.Door) -> None:
-        for peer in door.on_ready(messages.ANY):
-            self._worker_of[peer] = -1
-            self._selector.register(peer, selectors.EVENT_READ, self._on_message)
-
-    def _on_message(self, peer: wire.Connection) -> None:
-        try:
-            for message, fds in peer.on_ready():
-                wire.close_all(fds)
-                self._answer(peer, message)
-        except (OSError, ValueError):
-            self._drop(peer)
-
-    def _drop(self, peer: wire.Connection) -> None:
-        self._selector.unregister(peer)
-        del self._worker_of[peer]
-        for peers in [self._watchers, self._shadows, *self._waiting.values()]:
-            if peer in peers:
-                peers.remove(peer)
-        peer.close()
-
-    def _answer(self, peer: wire.Connection, message: msgspec.Struct) -> None:
-        worker = self._worker_of[peer]
+    def _answer(self, peer: Connection, message: msgspec.Struct) -> None:
+        worker = self._desk.worker_of[peer]
         match message:
             case messages.Hello():
-                self._worker_of[peer] = message.worker
+                self._desk.worker_of[peer] = message.worker
                 self._welcome(peer)
             case messages.Watch():
-                self._watchers.append(peer)
+                self._desk.watchers.append(peer)
                 self._welcome(peer)
             case messages.Shadow():
-                self._shadows.append(peer)
+                self._desk.shadows.append(peer)
                 self._welcome(peer)
                 for name in self._kept.names():
                     self._send_kept(peer, name)
@@ -453,15 +443,15 @@ class Leader:
             case _:
                 raise ValueError(f"nobody says {type(message).__name__} before a greeting")
 
-    def _answer_worker(self, peer: wire.Connection, worker: int, message: msgspec.Struct) -> None:
+    def _answer_worker(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
         match message:
             case messages.After(term):
-                self._wait(peer, ("after", term))
+                self._desk.wait(peer, ("after", term))
             case messages.Get(key):
-                self._wait(peer, ("fact", key))
+                self._desk.wait(peer, ("fact", key))
             case messages.Ready():
                 self._follow_up(self._membership.ready(worker))
-                self._wait(peer, ("join", worker))
+                self._desk.wait(peer, ("join", worker))
             case messages.Entering(term):
                 view = self._ledger.views.get(term)
                 peer.send(self._next(view) if view else messages.Refused(f"there is no term {term}"))
@@ -472,7 +462,6 @@ class Leader:
                 words = f"worker {worker} has joined"
                 self._folder.event("joined", "it has the run's state", worker=worker, notice=words)
                 self._follow_up(instructions)
-                self._tell_members()
                 peer.send(messages.Done())
             case messages.Segment(name, size):
                 answer, fd = self._segments.grant(name, size, self._job.workers)
@@ -481,7 +470,7 @@ class Leader:
                 self._ledger.facts[key] = value
                 self._save()
                 peer.send(messages.Done())
-                self._answer_waiting()
+                self._desk.settle()
             case messages.Failed():
                 if not message.follows:
                     self._fail(f"worker {worker}:", message.summary, message.traceback, message.exit_code, worker)
@@ -489,7 +478,7 @@ class Leader:
             case _:
                 raise ValueError(f"a worker does not say {type(message).__name__}")
 
-    def _welcome(self, peer: wire.Connection) -> None:
+    def _welcome(self, peer: Connection) -> None:
         view = self._membership.settled
         peer.send(
             messages.Welcome(self._board.workers, view.term, list(view.members), self._ledger.deaths), (self._board.fd,)
@@ -510,17 +499,6 @@ class Leader:
                 pending = self._membership.pending
                 return self._next(pending) if pending and worker in pending.members else None
         return None
-
-    def _wait(self, peer: wire.Connection, key: Key) -> None:
-        self._waiting.setdefault(key, []).append(peer)
-        self._answer_waiting()
-
-    def _answer_waiting(self) -> None:
-        for key in list(self._waiting):
-            answer = self._known(key)
-            if answer is not None:
-                for peer in self._waiting.pop(key):
-                    peer.send(answer)
 
     def _scale(self, count: int) -> messages.Done | messages.Refused:
         slots = self._slots()
@@ -547,21 +525,17 @@ class Leader:
             self._standby_at, self._standby = now, self._start_standby()
 
     def _share_kept(self, name: str, fd: int, size: int) -> None:
-        for peer in self._shadows:
+        for peer in self._desk.shadows:
             self._send_kept(peer, name)
 
-    def _send_kept(self, peer: wire.Connection, name: str) -> None:
+    def _send_kept(self, peer: Connection, name: str) -> None:
         found = self._kept.get(name)
         if found is not None:
             peer.send(messages.Keep(name, found[1]), (found[0],))
 
     def _unshare_kept(self, name: str) -> None:
-        for peer in self._shadows:
+        for peer in self._desk.shadows:
             peer.send(messages.Release(name))
-
-    def _tell_refusals(self) -> None:
-        for source, why, count in self._door.refusals():
-            self._folder.event("refused", f"{source}: {why}", count=count)
 
 
 def _pidfd_name(worker: int) -> str:

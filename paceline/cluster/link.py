@@ -40,14 +40,14 @@ class LeaderLink:
 
     def greet(self) -> tuple[Any, list[int]]:
         """What the leader answers to the greeting."""
-        return self._again(self._connect)
+        return self._again(self.attempt)
 
     def ask(self, message: msgspec.Struct, check: Callable[[], None] = lambda: None) -> tuple[Any, list[int]]:
         """The leader's answer, from this leader or the next; `check` is called while waiting, and may raise."""
 
         def once() -> tuple[Any, list[int]]:
             if self._socket is None:
-                _, fds = self._connect()
+                _, fds = self.attempt()
                 wire.close_all(fds)
             return self._exchange(message, check)
 
@@ -57,7 +57,7 @@ class LeaderLink:
         """Say it if anybody listens right now."""
         try:
             if self._socket is None:
-                wire.close_all(self._connect()[1])
+                wire.close_all(self.attempt()[1])
             self._exchange(message, lambda: None)
         except OSError:
             self.close()
@@ -73,8 +73,8 @@ class LeaderLink:
                     raise NoLeaderError(f"no agent has led the run for {self._grace_s:.0f} s") from error
                 time.sleep(_RETRY_S)
 
-    def _connect(self) -> tuple[Any, list[int]]:
-        """Find the leader and greet it; its answer."""
+    def attempt(self) -> tuple[Any, list[int]]:
+        """Find the leader and greet it, now; its answer to the greeting."""
         known = self._known_fence()
         for fence in range(known, known + _AHEAD):
             try:
@@ -90,7 +90,7 @@ class LeaderLink:
         wire.send(self._socket, message)
         while not self._readable():
             check()
-            if self._known_fence() > self._fence:
+            if self.stale:
                 raise ConnectionError("another agent leads the run now")
         return wire.receive(self._socket, ANY)
 
@@ -99,6 +99,16 @@ class LeaderLink:
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
         return bool(poll.poll(_POLL_MS))
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Say it, and take whatever comes of it with `receive`."""
+        assert self._socket is not None
+        wire.send(self._socket, message)
+
+    @property
+    def stale(self) -> bool:
+        """Whether this is the line to a leader of the past."""
+        return self._socket is not None and self._known_fence() > self._fence
 
     def fileno(self) -> int:
         assert self._socket is not None

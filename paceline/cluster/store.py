@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,13 +89,13 @@ class Store:
             raise FencedError(f"the run is led by another agent than that of fence {after}")
         return after + 1
 
-    def write(self, fence: int, state: bytes, view: View | None = None) -> None:
-        """What the leader has decided, before anybody is told: its state and, if there is one, a new view."""
+    def write(self, fence: int, state: bytes, views: Sequence[View] = ()) -> None:
+        """What the leader has decided, before anybody is told: its state and its new views."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if not self._db.execute("UPDATE run SET state = ? WHERE fence = ?", (state, fence)).rowcount:
                 raise FencedError(f"another agent leads the run; fence {fence} is over")
-            if view is not None:
+            for view in views:
                 members = ",".join(map(str, view.members))
                 self._db.execute("INSERT INTO views VALUES (?, ?, ?)", (view.term, fence, members))
             self._db.execute("COMMIT")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import ctypes
 import faulthandler
 import os
 import runpy
@@ -18,19 +17,13 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from paceline.cluster.messages import ANY, Failed, Hello
-from paceline.cluster.wire import Link
-from paceline.errors import OWN_GROUP, PacelineError, PeerLostError, UsageError
+from paceline.cluster.link import LeaderLink
+from paceline.cluster.messages import Failed, Hello
+from paceline.errors import OWN_GROUP, Departed, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
 
-_PR_SET_PDEATHSIG = 1
+_LAST_WORDS_S = 5.0
 _HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-def main() -> None:
-    """`python -m paceline.launch.boot [-m] TARGET ARGS…`"""
-    _die_with_agent()
-    run(sys.argv[1:])
 
 
 def run(arguments: list[str]) -> NoReturn:
@@ -48,14 +41,6 @@ def run(arguments: list[str]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001  whatever ends a script ends here, and is told
         code = _report(error)
     _leave(code)
-
-
-def _die_with_agent() -> None:
-    """A killed agent must not leave workers behind: nobody would ever stop them."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _run_target(target: str, rest: list[str], as_module: bool) -> None:
@@ -101,6 +86,8 @@ class _NeverCalled(PacelineError):
 
 
 def _after_exit(error: SystemExit, arguments: list[str]) -> int:
+    if isinstance(error, Departed):
+        return 0
     code = error.code
     number = code if isinstance(code, int) else 0 if code is None else 1
     if number == 0 and _current_run() is None and {"-h", "--help"} & set(arguments):
@@ -184,16 +171,11 @@ def _tell(failed: Failed) -> None:
     handed = ticket()
     if handed is None:
         return
-    try:
-        # A script that fails before init() has no session yet: say it over a link of its own.
-        link = Link(handed.address, bytes.fromhex(handed.secret), ANY)
-        _, fds = link.ask(Hello(handed.worker, os.getpid()))
-        for fd in fds:
-            os.close(fd)
-        link.tell(failed)
-        link.close()
-    except OSError:
-        return
+    # A script that fails before init() has no session yet: say it over a link of its own.
+    greeting = Hello(handed.worker, os.getpid())
+    link = LeaderLink(handed.address, bytes.fromhex(handed.secret), greeting, lambda: handed.fence, _LAST_WORDS_S)
+    link.tell(failed)
+    link.close()
 
 
 def _leave(code: int) -> NoReturn:
@@ -201,19 +183,17 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 0:
-        _leave_cleanly()
+        _run_exit_handlers()
+    run = _current_run()
+    if run is not None:
+        run._session.row.exits(code)  # for an agent that is not this process's parent
     os._exit(code)
 
 
-def _leave_cleanly() -> NoReturn:
+def _run_exit_handlers() -> None:
     import threading
 
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

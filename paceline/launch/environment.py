@@ -17,6 +17,9 @@ class Ticket:
 
     worker: int
     address: str
+    """Of whoever leads the run, without its fence."""
+    fence: int
+    """Of the agent that led when this ticket was written."""
     secret: str
     folder: str
     flags: dict[str, Any]
@@ -70,13 +73,6 @@ def own_environment(ticket: Ticket, place: int, gpus: list[str] | None, share: b
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)] if share else gpus[place]
     return env
-
-
-def worker_environment(
-    base: Mapping[str, str], ticket: Ticket, place: int, threads: int, gpus: list[str] | None, share: bool
-) -> dict[str, str]:
-    """All of it, for a worker that no nursery forks."""
-    return {**nursery_environment(base, threads), **own_environment(ticket, place, gpus, share)}
 
 
 def visible_gpus() -> list[str]:

@@ -153,11 +153,16 @@ class RunFolder:
         if not path.exists():
             return
         with open(path) as file:
-            for line in file:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue
+            yield from filter(None, map(self.parse, file))
+
+    @staticmethod
+    def parse(line: str) -> dict[str, Any]:
+        """A line of events or metrics; nothing, if it is not whole."""
+        try:
+            value = json.loads(line)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
 
     def log_of(self, role: str, number: int) -> Path:
         return self.logs / f"{role}-{number}.log"

@@ -1,0 +1,115 @@
+"""An agent that stands by: it holds what must outlive the leader, and takes over when that is gone.
+
+A dead leader is seen at once through its pidfd, a frozen one by its silence on the board: no beat for a
+lease. Which of them leads is decided in the store, by the fence. No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+from paceline.cluster import messages, wire
+from paceline.cluster.board import Board
+from paceline.cluster.kept import BOARD, Kept
+from paceline.cluster.rendezvous import Rendezvous
+from paceline.cluster.store import FencedError, Record, Store
+
+_LOOK_S = 0.25
+
+
+@dataclass
+class Taken:
+    """This agent leads now."""
+
+    fence: int
+    kept: Kept
+
+
+class _Over(Exception):
+    """The run is over: there is nothing to stand by for."""
+
+
+def stand_by(place: Rendezvous, store: Store, lease_s: float) -> Taken | None:
+    """Wait for the leader's end and take over; None if the run has ended."""
+    while True:
+        kept = Kept()
+        try:
+            record = store.read()
+            return Taken(_follow(record, place, store, kept, lease_s), kept)
+        except FencedError:
+            kept.close()  # another one was faster: stand by for that one
+        except _Over:
+            kept.close()
+            return None
+
+
+def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s: float) -> int:
+    """Hold what this leader sends until it is gone; the own fence."""
+    try:
+        leader = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        leader = -1
+    sock = None
+    try:
+        sock = wire.connect(f"{place.address}-{record.fence}", place.secret)
+        wire.send(sock, messages.Shadow())
+        _hold(sock, leader, kept, lease_s)
+    except OSError as error:
+        if not place.store.exists():
+            raise _Over from error
+    finally:
+        if sock is not None:
+            sock.close()
+        if leader >= 0:
+            os.close(leader)
+    if not place.store.exists():
+        raise _Over
+    if kept.get(BOARD) is None:
+        # It went before it had handed over anything, or is not there yet: without the board nobody can lead.
+        time.sleep(_LOOK_S)
+        raise FencedError("the leader is not there")
+    return store.lead(record.fence, os.getpid())
+
+
+def _hold(sock: socket.socket, leader: int, kept: Kept, lease_s: float) -> None:
+    """Until the leader is dead, or silent for a lease."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    if leader >= 0:
+        poll.register(leader, select.POLLIN)
+    board: Board | None = None
+    try:
+        while True:
+            ready = {fd for fd, _ in poll.poll(_LOOK_S * 1000)}
+            if sock.fileno() in ready:
+                board = _take(sock, kept) or board
+            elif leader in ready or (board is not None and board.silence_s > lease_s):
+                return
+    except wire.ConnectionClosed:
+        return  # everything that was sent has been taken
+    finally:
+        if board is not None:
+            board.close()
+
+
+def _take(sock: socket.socket, kept: Kept) -> Board | None:
+    """One message of the leader's; the board, if it is that."""
+    message, fds = wire.receive(sock, messages.ANY)
+    match message:
+        case messages.Welcome(rows=rows):
+            kept.keep(BOARD, fds[0], rows)
+            return Board(os.dup(fds[0]), rows)
+        case messages.Keep(name, size) if name != BOARD:
+            kept.keep(name, fds[0], size)
+        case messages.Release(name):
+            kept.release(name)
+        case messages.Ended():
+            wire.close_all(fds)
+            raise _Over
+        case _:
+            wire.close_all(fds)
+    return None

@@ -1,0 +1,176 @@
+"""What a terminal shows of a run that others lead: it listens, and nobody waits for it.
+
+Everything comes from the run's folder (events with a `notice`, the logs) and from the board, which the
+leader lends. The viewer may die and another one attach; leaders may die and the viewer finds the next.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from paceline.cluster import messages, wire
+from paceline.cluster.board import Board
+from paceline.cluster.link import LeaderLink
+from paceline.cluster.rendezvous import Rendezvous
+from paceline.watch.folder import RunFolder
+from paceline.watch.lines import Fold, Follower
+from paceline.watch.terminal import Terminal
+
+_TICK_S = 0.05
+_LOST_S = 10.0
+
+
+class Viewer:
+    def __init__(self, folder: RunFolder, place: Rendezvous, terminal: Terminal, show: str) -> None:
+        self._folder, self._terminal, self._show = folder, terminal, show
+        self._events = Follower(folder.events)
+        self._logs: dict[int, Follower] = {}
+        self._fold = Fold()
+        self._board: Board | None = None
+        self._members: list[int] = []
+        self._link = LeaderLink(place.address, place.secret, messages.Watch(), self._fence, _LOST_S)
+        self._known_fence = 1
+        self._interrupts = self._answered = 0
+        self._told_stop = False
+        self._failure: dict[str, Any] | None = None
+        self._exit_code: int | None = None
+        self._heard = time.monotonic()
+        self._skip_what_was()
+
+    def watch(self) -> int:
+        """Until the run ends; its exit code."""
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self._exit_code is None:
+                self._listen()
+                self._follow()
+                if self._interrupts > self._answered:
+                    self._answer_interrupt()
+            self._follow(last=True)
+            return self._tell_end(self._exit_code)
+        finally:
+            self._terminal.close()
+            self._link.close()
+            if self._board is not None:
+                self._board.close()
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _fence(self) -> int:
+        return max(self._known_fence, self._board.leader if self._board is not None else 0)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+
+    # the leader
+
+    def _listen(self) -> None:
+        """What the leader says; for a tick, if it says nothing."""
+        try:
+            if self._link.stale:
+                self._link.close()
+            if not self._link.connected:
+                self._connect()
+            if select.select([self._link.fileno()], [], [], _TICK_S)[0]:
+                self._take(*self._link.receive())
+            self._heard = time.monotonic()
+        except OSError:
+            self._link.close()
+            time.sleep(_TICK_S)
+            if self._exit_code is None and time.monotonic() - self._heard > _LOST_S:
+                self._terminal.notice(
+                    f"no agent leads the run any more; if its workers live they stop by themselves, see {self._folder.logs}"
+                )
+                self._exit_code = 1
+
+    def _connect(self) -> None:
+        answer, fds = self._link.attempt()
+        assert isinstance(answer, messages.Welcome)
+        if self._board is not None:
+            self._board.close()
+        self._board, self._members = Board(fds[0], answer.rows), answer.members
+
+    def _take(self, message: Any, fds: list[int]) -> None:
+        wire.close_all(fds)
+        match message:
+            case messages.Members(members):
+                self._members = members
+            case messages.Ended(code):
+                self._exit_code = code
+
+    def _answer_interrupt(self) -> None:
+        self._answered += 1
+        kill = self._answered > 1
+        if not kill and not self._told_stop:
+            self._told_stop = True
+            self._terminal.notice("stopping after this step; press Ctrl-C again to kill")
+        try:
+            if not self._link.connected:
+                self._connect()
+            self._link.send(messages.Stop("killed by a second Ctrl-C" if kill else "Ctrl-C", kill))
+        except OSError:
+            self._link.close()
+            self._answered -= 1  # there may be a new leader by the next tick
+
+    # the folder
+
+    def _follow(self, last: bool = False) -> None:
+        for line in self._events.read():
+            self._take_event(line)
+        if self._board is not None and self._members:
+            self._terminal.progress([self._board.see(number) for number in self._members])
+        if self._failure is None:
+            self._follow_logs(last)
+
+    def _take_event(self, line: str) -> None:
+        event = self._folder.parse(line)
+        if event.get("notice"):
+            self._terminal.notice(event["notice"])
+        match event.get("event"):
+            case "failed":
+                self._follow_logs(last=True)  # what was printed before; the traceback itself comes once, at the end
+                self._failure = event
+            case "ended":
+                self._exit_code = event["exit_code"]
+            case "view" if event.get("workers") and not self._members:
+                self._members = event["workers"]
+
+    def _skip_what_was(self) -> None:
+        """Show what happens from now on: the folder may have a past."""
+        self._events.read()
+        for path in self._folder.logs.glob("worker-*.log"):
+            number = int(path.stem.removeprefix("worker-"))
+            self._logs[number] = Follower(path)
+            self._logs[number].read()
+
+    def _follow_logs(self, last: bool) -> None:
+        if self._show == "none":
+            return
+        now, main = time.monotonic(), self._members[0] if self._members else 0
+        for path in self._folder.logs.glob("worker-*.log"):
+            number = int(path.stem.removeprefix("worker-"))
+            if self._show != "all" and number != main:
+                continue
+            for line in self._logs.setdefault(number, Follower(path)).read(last):
+                if self._show == "all" and not line.endswith("\r"):
+                    self._fold.add(number, line, now)
+                else:
+                    self._terminal.output(str(number), line)
+        for who, text in self._fold.due(now, all=last):
+            self._terminal.output(who, text)
+
+    def _tell_end(self, code: int) -> int:
+        if self._failure is not None:
+            failure = self._failure
+            self._terminal.failure(failure["who"], failure["text"], failure["trace"], failure["log"])
+            return code
+        summary = self._folder.read_json(self._folder.summary)
+        if "weights_sha256" in summary and self._show != "none":
+            self._terminal.table(summary, str(self._folder.path))
+        sys.stdout.flush()
+        return code
