@@ -9,6 +9,7 @@ descriptors travel beside it. What is here blocks, for workers and simple tools;
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -101,8 +102,6 @@ def receive(sock: socket.socket, expected: Decoder) -> tuple[Any, list[int]]:
     except BaseException:
         close_all(fds)
         raise
-    for fd in fds:
-        os.set_inheritable(fd, False)
     return message, fds
 
 
@@ -111,7 +110,7 @@ def _receive_exactly(sock: socket.socket, count: int, fds: list[int]) -> bytes:
     by_unix = sock.family == socket.AF_UNIX
     while len(data) < count:
         if by_unix:
-            chunk, ancillary, _, _ = sock.recvmsg(count - len(data), ROOM_FOR_DESCRIPTORS)
+            chunk, ancillary, _, _ = sock.recvmsg(count - len(data), ROOM_FOR_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
             fds.extend(descriptors_in(ancillary))
             if len(fds) > MOST_DESCRIPTORS:
                 raise ConnectionClosed(f"a message with more than {MOST_DESCRIPTORS} descriptors")
@@ -135,6 +134,16 @@ def listen(address: str) -> socket.socket:
         raise
     server.listen(_BACKLOG)
     return server
+
+
+def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """For other machines, if the host is not a loopback address; 0 is a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
@@ -180,7 +189,15 @@ def _shake(sock: socket.socket, side: Gate | Knock, patience_s: float) -> str:
 
 
 def connect(address: str, secret: bytes) -> socket.socket:
-    """A connection on which both sides have proved themselves."""
+    """A connection on which both sides have proved themselves.
+
+    The address is what `listen` was given, or for another machine tls://host:port, or tcp://host:port
+    if it is a loopback one.
+    """
+    scheme, _, place = address.rpartition("://")
+    if scheme:
+        host, _, port = place.rpartition(":")
+        return connect_tcp(host.strip("[]"), int(port), secret, tls=scheme == "tls")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         # Blocking, with the kernel's own limit: with Python's a full backlog would be an error at once.
@@ -190,6 +207,26 @@ def connect(address: str, secret: bytes) -> socket.socket:
         if not is_our_user(sock):
             raise ConnectionClosed(f"{address}: another user listens there")
         _knock(sock, address, secret, b"")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def connect_tcp(host: str, port: int, secret: bytes, tls: bool) -> socket.socket:
+    """The same to another machine. Without TLS only to our own: the handshake hides nothing said after it."""
+    sock = socket.create_connection((host, port), _CONNECT_S)
+    try:
+        if not tls and not is_loopback(sock.getpeername()[0]):
+            raise ConnectionClosed(f"{host} is another machine: TLS is needed")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        binding = b""
+        if tls:
+            from paceline.cluster.tls import secure  # costs some ms, and most runs have one machine
+
+            sock, binding = secure(sock)
+        _knock(sock, f"{host}:{port}", secret, binding)
+        sock.settimeout(None)
     except BaseException:
         sock.close()
         raise
