@@ -85,7 +85,7 @@ class Connection:
     def _read(self) -> tuple[bytes, list[int]]:
         if self._socket.family != socket.AF_UNIX:
             return self._socket.recv(_READ), []
-        chunk, ancillary, flags, _ = self._socket.recvmsg(_READ, wire.ROOM_FOR_DESCRIPTORS)
+        chunk, ancillary, flags, _ = self._socket.recvmsg(_READ, wire.ROOM_FOR_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         fds = wire.descriptors_in(ancillary)
         if flags & socket.MSG_CTRUNC:  # the kernel has closed those that did not fit
             self._end(_TOO_MANY, foul=True)

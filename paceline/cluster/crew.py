@@ -193,6 +193,15 @@ class Crew:
             except ProcessLookupError:
                 return
 
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers.values() if worker.pid]
+
+    @property
+    def nursery_pid(self) -> int:
+        """0: there is none, or it has not said."""
+        return self._nursery.pid if self._nursery is not None else 0
+
     def kill_all(self) -> None:
         for number in list(self._workers):
             self.kill(number)

@@ -40,9 +40,13 @@ class Desk:
         self.watchers: list[Connection] = []
         self.shadows: list[Connection] = []
         self._waiting: dict[Key, list[Connection]] = {}
+        self._cut: set[int | None] = set()
 
     def _on_knock(self) -> None:
         for arrival in self._door.on_ready(time.monotonic()):
+            if None in self._cut:
+                arrival.socket.close()
+                continue
             peer = Connection(arrival.socket, ANY, arrival.source)
             self.worker_of[peer] = -1
             self._selector.register(peer, peer.events, self.hear)
@@ -83,9 +87,14 @@ class Desk:
                 peers.remove(peer)
         peer.close()
 
-    def drop_worker(self, worker: int) -> None:
-        for peer in [peer for peer, owner in self.worker_of.items() if owner == worker]:
+    def cut(self, worker: int | None, off: bool) -> None:
+        """Neither hear this worker (None: anybody) nor let it in, for the time being: a fault on purpose."""
+        self._cut.add(worker) if off else self._cut.discard(worker)
+        for peer in [p for p, owner in self.worker_of.items() if off and worker in (None, owner)]:
             self._drop(peer)
+
+    def is_cut(self, worker: int) -> bool:
+        return worker in self._cut
 
     # questions
 

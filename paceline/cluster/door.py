@@ -30,7 +30,8 @@ _OTHERS = "others"
 class Secured(Protocol):
     """What TLS brings to a door; `tls.Identity` is one."""
 
-    binding: bytes
+    @property
+    def binding(self) -> bytes: ...
 
     def wrap(self, sock: socket.socket) -> socket.socket: ...
 

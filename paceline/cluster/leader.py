@@ -22,6 +22,7 @@ from paceline.cluster.board import Abort, Board, Phase, Seen
 from paceline.cluster.connection import Connection
 from paceline.cluster.crew import Crew, NurseryError, Worker
 from paceline.cluster.desk import Desk, Key
+from paceline.cluster.injection import Injection
 from paceline.cluster.job import Job
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.ledger import Failure, Ledger
@@ -76,6 +77,8 @@ class Leader:
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._ended_at: dict[int, float] = {}
         self._signalled = 0
+        plan = Injection.of(job.faults, ledger.faults)
+        self._injection = Injection(plan, folder, self._crew, self._board, self._desk, self._standby_pid)
         self._told_members = ledger.membership.settled.members
 
     # life
@@ -142,7 +145,8 @@ class Leader:
             self._board.abort = Abort.WORKER_LOST
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(_TICK_S):
+        # A plan of faults wants to be met to the step.
+        for key, _ in self._selector.select(_TICK_S if self._injection.plan.over else _TICK_S / 10):
             key.data(key.fileobj)
         if self._board.leader != self._fence:
             raise FencedError(f"fence {self._board.leader} leads the run; {self._fence} is over")
@@ -160,6 +164,7 @@ class Leader:
         self._see_leavers()
         self._send_newcomers_home()
         self._run_standby(now)
+        self._inject(rows, now - self._ledger.started)
         if self._signalled and not self._ledger.stop:
             self._stop("SIGTERM", "the agent was told to end (SIGTERM)")
         if self._ledger.failure is not None and now - self._ledger.failure.at > _GRACE_S:
@@ -174,6 +179,19 @@ class Leader:
 
     def _save(self, views: list[View] | None = None) -> None:
         self._store.write(self._fence, self._ledger.encode(), views or [])
+
+    def _inject(self, rows: list[Seen], seconds: float) -> None:
+        plan = self._injection.plan
+        actions = (
+            plan.due(max(row.step for row in rows), seconds, [row.worker for row in rows]) if not plan.over else []
+        )
+        if actions:
+            self._ledger.faults = plan.state()
+            self._save()  # first: the next leader must not be hit by the same fault
+            self._injection.carry_out(actions)
+
+    def _standby_pid(self) -> int:
+        return self._standby.pid if self._standby is not None and self._standby.poll() is None else 0
 
     def _rows(self) -> list[Seen]:
         """The members' rows, main's first."""
@@ -422,6 +440,8 @@ class Leader:
     def _answer(self, peer: Connection, message: msgspec.Struct) -> None:
         worker = self._desk.worker_of[peer]
         match message:
+            case messages.Hello() if self._desk.is_cut(message.worker):
+                raise ValueError(f"worker {message.worker} is cut off")
             case messages.Hello():
                 self._desk.worker_of[peer] = message.worker
                 self._welcome(peer)

@@ -106,6 +106,8 @@ class Nursery:
         self._socket = sock
         self._process = process
         self._pidfd = os.pidfd_open(process.pid) if process is not None else -1
+        self.pid = process.pid if process is not None else 0
+        """0: it has not said yet."""
         self._held: list[Fork | Children] | None = []
         """Requests from before it was ready: while it imports it reads nothing, and a full socket would block."""
 
@@ -118,7 +120,7 @@ class Nursery:
             undo.callback(ours.close)
             fds = (door.fileno(), theirs.fileno())
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.nursery", *map(str, fds)],
+                [sys.executable, "-m", "paceline.launch.nursery", *map(str, fds), str(log)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -194,6 +196,7 @@ class Nursery:
         if isinstance(message, Forked):
             return Born(message.worker, message.pid, fds[0])
         if isinstance(message, Ready):
+            self.pid = message.pid
             self._on_nursery_ready(fds[0])
         return message
 

@@ -53,30 +53,27 @@ def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s
         leader = os.pidfd_open(record.pid)
     except ProcessLookupError:
         leader = -1
-    sock = None
+    gone = leader < 0
     try:
-        sock = wire.connect(f"{place.address}-{record.fence}", place.secret)
-        wire.send(sock, messages.Shadow())
-        _hold(sock, leader, kept, lease_s)
-    except OSError as error:
-        if not place.store.exists():
-            raise _Over from error
+        with wire.connect(f"{place.address}-{record.fence}", place.secret) as sock:
+            wire.send(sock, messages.Shadow())
+            gone = _hold(sock, leader, kept, lease_s)
+    except OSError:
+        gone = gone or _is_dead(leader)
     finally:
-        if sock is not None:
-            sock.close()
         if leader >= 0:
             os.close(leader)
     if not place.store.exists():
         raise _Over
-    if kept.get(BOARD) is None:
-        # It went before it had handed over anything, or is not there yet: without the board nobody can lead.
+    if not gone or kept.get(BOARD) is None:
+        # Cut off from a leader that lives, or it went before it had handed over: try again, with what there is.
         time.sleep(_LOOK_S)
-        raise FencedError("the leader is not there")
+        raise FencedError("this agent cannot lead")
     return store.lead(record.fence, os.getpid())
 
 
-def _hold(sock: socket.socket, leader: int, kept: Kept, lease_s: float) -> None:
-    """Until the leader is dead, or silent for a lease."""
+def _hold(sock: socket.socket, leader: int, kept: Kept, lease_s: float) -> bool:
+    """Until the leader is dead or silent for a lease (True), or this agent is cut off from it."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     if leader >= 0:
@@ -88,12 +85,20 @@ def _hold(sock: socket.socket, leader: int, kept: Kept, lease_s: float) -> None:
             if sock.fileno() in ready:
                 board = _take(sock, kept) or board
             elif leader in ready or (board is not None and board.silence_s > lease_s):
-                return
+                return True
     except wire.ConnectionClosed:
-        return  # everything that was sent has been taken
+        return _is_dead(leader)  # and everything that it had sent has been taken
     finally:
         if board is not None:
             board.close()
+
+
+def _is_dead(leader: int) -> bool:
+    """A process that is ending closes its sockets first: give it a moment."""
+    poll = select.poll()
+    if leader >= 0:
+        poll.register(leader, select.POLLIN)
+    return leader < 0 or bool(poll.poll(_LOOK_S * 1000))
 
 
 def _take(sock: socket.socket, kept: Kept) -> Board | None:

@@ -102,8 +102,6 @@ def receive(sock: socket.socket, expected: Decoder) -> tuple[Any, list[int]]:
     except BaseException:
         close_all(fds)
         raise
-    for fd in fds:
-        os.set_inheritable(fd, False)
     return message, fds
 
 
@@ -112,7 +110,7 @@ def _receive_exactly(sock: socket.socket, count: int, fds: list[int]) -> bytes:
     by_unix = sock.family == socket.AF_UNIX
     while len(data) < count:
         if by_unix:
-            chunk, ancillary, _, _ = sock.recvmsg(count - len(data), ROOM_FOR_DESCRIPTORS)
+            chunk, ancillary, _, _ = sock.recvmsg(count - len(data), ROOM_FOR_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
             fds.extend(descriptors_in(ancillary))
             if len(fds) > MOST_DESCRIPTORS:
                 raise ConnectionClosed(f"a message with more than {MOST_DESCRIPTORS} descriptors")

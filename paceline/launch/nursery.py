@@ -47,9 +47,10 @@ _CLIENT_S = 1.0
 
 
 def main() -> None:
-    """`python -m paceline.launch.nursery DOOR STARTER`: the numbers of the listening and of the first socket."""
+    """`python -m paceline.launch.nursery DOOR STARTER LOG`: the numbers of the listening and of the first socket;
+    the log is for whoever lists processes: workers keep this command line."""
     secret = bytes.fromhex(os.environ.pop(SECRET))
-    door, starter = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    door, starter = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for sock in (door, starter):
         sock.set_inheritable(False)
     prepare()
