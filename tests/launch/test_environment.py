@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from paceline.launch.environment import MARK, Ticket, ticket, worker_environment
+from paceline.launch.environment import MARK, Ticket, bit_environment, ticket, worker_environment
 
 TICKET = Ticket(7, "paceline-x", "ab" * 32, "/runs/it", {"slots": 12})
 
@@ -23,6 +27,20 @@ def test_a_launchers_own_names_are_taken_out() -> None:
     base = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "USER": "u"}
     env = worker_environment(base, TICKET, 0, 1, None, False)
     assert env["USER"] == "u" and not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(env)
+
+
+def test_sets_are_walked_in_one_order() -> None:
+    """A script that builds its model from a set of names must build the same one on every worker."""
+    names = [f"layer{n}" for n in range(50)]
+    orders = {
+        subprocess.run(
+            [sys.executable, "-c", f"print(list(set({names})))"],
+            env={**os.environ, **bit_environment(1)},
+            stdout=subprocess.PIPE,
+        ).stdout
+        for _ in range(3)
+    }
+    assert len(orders) == 1 and b"layer49" in orders.pop()
 
 
 @pytest.mark.parametrize(
