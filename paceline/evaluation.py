@@ -54,7 +54,6 @@ class _Array(msgspec.Struct, array_like=True):
 
 def again(run: Run, action: Callable[[], Any]) -> Any:
     """A worker that dies takes its batches' results with it: the rest deal them out anew."""
-    run._between_points("evaluate() and predict()")
     while True:
         try:
             return action()
