@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline import checks, evaluation, strategies
+from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
@@ -36,7 +37,7 @@ from paceline.tensors.peers import TermEnded
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "finish", "written"])}
+_SUMMARY_WRITTEN = mix(0)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -84,6 +85,7 @@ class Run:
         self._mean = True
         self._epochs_done = 0
         self.terms = Terms(session)
+        self._agreement = Agreement(session, self.terms, self._replica)
         self._keeping = Keeping(self)
         self._stopping = Stopping(session, self.terms)
         self._feeding = Feeding(session, self.terms, self._stopping, self._keeping.at_boundary)
@@ -133,7 +135,7 @@ class Run:
         for item in objects:
             self._take(item)
         if models:
-            self._share_weights()
+            self._agreement.share_weights()
         return objects[0] if len(objects) == 1 else objects
 
     def _take(self, item: Any) -> None:
@@ -153,35 +155,6 @@ class Run:
                 f"{user_line()}: prepare() cannot use a {type(item).__name__}; it takes models, optimizers, schedulers, "
                 "DataLoaders and anything with state_dict/load_state_dict"
             )
-
-    def _share_weights(self) -> None:
-        """Everyone starts from worker 0's weights; say so if they differed."""
-        if self._session.joining:
-            return  # it gets the run's state before its first batch
-        mine = self._replica.weights_sha256()
-        hashes = [raw.decode() for raw in self.terms.gather(_KEYS["prepare"], mine.encode)]
-        different = self._odd_workers(hashes)
-        if not different:
-            return
-        state = self._replica.state_dict()
-        whole = self.terms.gather(
-            _KEYS["weights"], lambda: b"".join(_raw(tensor) for tensor in state.values()) if self.is_main else b""
-        )[0]
-        at = 0
-        with torch.no_grad():
-            for tensor in state.values():
-                size = tensor.numel() * tensor.element_size()
-                if size:
-                    raw = bytearray(whole[at : at + size])
-                    tensor.copy_(torch.frombuffer(raw, dtype=tensor.dtype).reshape(tensor.shape))
-                at += size
-        if self.is_main:
-            who = ", ".join(map(str, different))
-            self._session.notice(f"the first weights of worker {who} differed: all now start from worker 0's")
-
-    def _odd_workers(self, hashes: list[str]) -> list[int]:
-        members = self._session.view.members
-        return [members[rank] for rank, value in enumerate(hashes) if value != hashes[0]]
 
     def register(self, name: str, item: Any) -> None:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
@@ -362,7 +335,7 @@ class Run:
             if self.is_main:
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             try:
-                self.terms.meeting.gather(_KEYS["written"], b"")
+                self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
                 return
             except TermEnded:
                 self.terms.next()
@@ -374,8 +347,7 @@ class Run:
         self.finished = True
         self._between_points("the end of the script")
         digest = self._replica.weights_sha256()
-        hashes = [raw.decode() for raw in self.terms.gather(_KEYS["finish"], digest.encode)]
-        different = self._odd_workers(hashes)
+        different = self._agreement.odd_at_the_end(digest)
         if different and self._strategy.same_bits:
             raise PacelineError(
                 f"the final weights of worker {', '.join(map(str, different))} differ from worker 0's: something "
@@ -387,10 +359,6 @@ class Run:
             self._strategy.close()
         self.terms.peers.close()
         self._session.leave()
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _finish_at_exit(run: Run) -> None:
