@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -22,39 +21,17 @@ from paceline.data.order import mix
 from paceline.data.random import seeded, set_seed
 from paceline.errors import UsageError
 from paceline.session import user_line
+from paceline.state.snapshot import Snapshot
 from paceline.tensors.peers import TermEnded
 
 if TYPE_CHECKING:
     from paceline.run import Run
 
 _KEY = mix(101)
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    )
-}
-
-
-class _Array(msgspec.Struct, array_like=True):
-    number: int
-    dtype: str
-    shape: list[int]
-    raw: bytes
 
 
 def again(run: Run, action: Callable[[], Any]) -> Any:
     """A worker that dies takes its batches' results with it: the rest deal them out anew."""
-    run._between_points("evaluate() and predict()")
     while True:
         try:
             return action()
@@ -86,28 +63,18 @@ def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict
 
 
 def predict(run: Run, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.Tensor:
-    mine: list[_Array] = []
+    mine: list[tuple[int, torch.Tensor]] = []
     with _at_evaluation(run, "predict()"):
         for number, batch in _own_batches(run, loader):
             value = fn(batch)
             if not isinstance(value, torch.Tensor):
                 raise UsageError(f"{user_line()}: the function given to predict() must return a tensor")
-            value = value.detach().cpu().contiguous()
-            raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-            mine.append(_Array(number, str(value.dtype), list(value.shape), raw))
-        payloads = run.terms.meeting.gather(_KEY, msgspec.msgpack.encode(mine))
-    arrays = [item for raw in payloads for item in msgspec.msgpack.decode(raw, type=list[_Array])]
-    arrays.sort(key=lambda item: item.number)
-    if not arrays:
+            mine.append((number, value.detach().to("cpu", copy=True)))  # fn may write into it again
+        payloads = run.terms.meeting.gather(_KEY, Snapshot(mine).to_bytes())
+    parts = [part for raw in payloads for part in Snapshot.read(memoryview(raw)).tree]
+    if not parts:
         return torch.empty(0)
-    return torch.cat([_tensor(item) for item in arrays])
-
-
-def _tensor(item: _Array) -> torch.Tensor:
-    if not item.raw:
-        return torch.empty(item.shape, dtype=_DTYPES[item.dtype])
-    raw = np.frombuffer(item.raw, dtype=np.uint8).copy()
-    return torch.from_numpy(raw).view(_DTYPES[item.dtype]).reshape(item.shape)
+    return torch.cat([value for _, value in sorted(parts, key=lambda part: part[0])])
 
 
 def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import io
 import sys
 import time
@@ -17,11 +16,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from paceline import strategies
+from paceline import checks, evaluation, strategies
+from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
-from paceline.errors import OWN_GROUP, PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.feeding import Feeding
 from paceline.hooks import Hook
 from paceline.keeping import Keeping
@@ -37,7 +37,7 @@ from paceline.tensors.peers import TermEnded
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_KEYS = {name: mix(number) for number, name in enumerate(["prepare", "weights", "finish", "written"])}
+_SUMMARY_WRITTEN = mix(0)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -58,14 +58,9 @@ def init(**arguments: Any) -> Run:
         raise UsageError(f"{user_line()}: paceline.init() was called twice; keep the run it returned")
     if "workers" in arguments:
         raise UsageError(f"{user_line()}: the number of workers is chosen at launch: paceline run -n 4 train.py")
-    _refuse_own_group()
+    checks.refuse_own_group()
     current = Run(Session(arguments))
     return current
-
-
-def _refuse_own_group() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise UsageError(f"{user_line()}: {OWN_GROUP}")
 
 
 class Run:
@@ -88,9 +83,9 @@ class Run:
         self._replica = Replica(self.device)
         self._precision = Precision(self.settings.precision, self.device)
         self._mean = True
-        self._attached = False
         self._epochs_done = 0
         self.terms = Terms(session)
+        self._agreement = Agreement(session, self.terms, self._replica)
         self._keeping = Keeping(self)
         self._stopping = Stopping(session, self.terms)
         self._feeding = Feeding(session, self.terms, self._stopping, self._keeping.at_boundary)
@@ -127,9 +122,9 @@ class Run:
         if loss not in ("mean", "sum"):
             raise UsageError(f'prepare(loss={loss!r}): say "mean" or "sum"')
         self._mean = loss == "mean"
-        if self._attached:
+        if self._stepper is not None:
             raise UsageError(f"{user_line()}: prepare() after training has begun; prepare everything before the loop")
-        _refuse_own_group()
+        checks.refuse_own_group()
         self._session.at = "prepare()"
         if self.is_main:
             self._session.board.main_ready = True
@@ -140,7 +135,7 @@ class Run:
         for item in objects:
             self._take(item)
         if models:
-            self._share_weights()
+            self._agreement.share_weights()
         return objects[0] if len(objects) == 1 else objects
 
     def _take(self, item: Any) -> None:
@@ -160,35 +155,6 @@ class Run:
                 f"{user_line()}: prepare() cannot use a {type(item).__name__}; it takes models, optimizers, schedulers, "
                 "DataLoaders and anything with state_dict/load_state_dict"
             )
-
-    def _share_weights(self) -> None:
-        """Everyone starts from worker 0's weights; say so if they differed."""
-        if self._session.joining:
-            return  # it gets the run's state before its first batch
-        mine = self._replica.weights_sha256()
-        hashes = [raw.decode() for raw in self.terms.gather(_KEYS["prepare"], mine.encode)]
-        different = self._odd_workers(hashes)
-        if not different:
-            return
-        state = self._replica.state_dict()
-        whole = self.terms.gather(
-            _KEYS["weights"], lambda: b"".join(_raw(tensor) for tensor in state.values()) if self.is_main else b""
-        )[0]
-        at = 0
-        with torch.no_grad():
-            for tensor in state.values():
-                size = tensor.numel() * tensor.element_size()
-                if size:
-                    raw = bytearray(whole[at : at + size])
-                    tensor.copy_(torch.frombuffer(raw, dtype=tensor.dtype).reshape(tensor.shape))
-                at += size
-        if self.is_main:
-            who = ", ".join(map(str, different))
-            self._session.notice(f"the first weights of worker {who} differed: all now start from worker 0's")
-
-    def _odd_workers(self, hashes: list[str]) -> list[int]:
-        members = self._session.view.members
-        return [members[rank] for rank, value in enumerate(hashes) if value != hashes[0]]
 
     def register(self, name: str, item: Any) -> None:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
@@ -221,7 +187,6 @@ class Run:
                 self._epochs_done = epoch + 1
                 self._feeding.epoch_done()
                 self._between_points("the end of an epoch")
-                self._session.at = "the end of an epoch"
                 self._stopping.agree(stepper.step, self.metrics)
                 if self.stopped:
                     break
@@ -262,9 +227,10 @@ class Run:
         self._stepper.weigh(count)
 
     def _begin_loop(self) -> Stepper:
-        if not self._attached:
-            self._attach()
-        assert self._stepper is not None
+        if self._stepper is None:
+            self._stepper = self._attach()
+            for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
+                self._warn(text)
         if self._session.joining:
             self.terms.join(self._keeping)
             self.resumed = True
@@ -284,35 +250,24 @@ class Run:
         self.finished = True
         raise SystemExit(0)
 
-    def _attach(self) -> None:
-        """Everything is known: lay out memory, and look for what was forgotten."""
+    def _attach(self) -> Stepper:
+        """Everything is known: lay out memory."""
         if not self._replica.models:
             raise UsageError(f"{user_line()}: no model was given to run.prepare()")
         precision = self._precision
         peers = self.terms.peers
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
-        self._stepper = Stepper(self._session, peers, self._strategy, precision.scales)
-        self.terms.on_peers = [self._strategy.meet, self._stepper.meet]
-        self._stepper.next_term = self.terms.next
-        self._stepper.stop_code = self._stop_code
-        self._stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
-        self._stepper.committed = self._after_commit
-        self._stepper.summed = not self._mean
-        if self._stepper.flat_allowed and peers.size > 1:
+        stepper = Stepper(self._session, peers, self._strategy, precision.scales)
+        self.terms.on_peers = [self._strategy.meet, stepper.meet]
+        stepper.next_term = self.terms.next
+        stepper.stop_code = self._stop_code
+        stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
+        stepper.committed = self._after_commit
+        stepper.summed = not self._mean
+        if stepper.flat_allowed and peers.size > 1:
             for model in self._replica.models:
-                model.register_forward_pre_hook(Hook(self._stepper.before_forward))
-        self._attached = True
-        self._warn_of_schedulers()
-
-    def _warn_of_schedulers(self) -> None:
-        known = {id(item) for item in [*self._replica.schedulers, *self._registered.values()]}
-        driven = {id(optimizer) for optimizer in self._replica.optimizers}
-        for item in gc.get_objects():
-            if issubclass(type(item), LRScheduler) and id(item) not in known and id(item.optimizer) in driven:
-                self._warn(
-                    f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): it works, "
-                    "but a resumed run would start it anew; add it to prepare()"
-                )
+                model.register_forward_pre_hook(Hook(stepper.before_forward))
+        return stepper
 
     # stopping
 
@@ -348,47 +303,24 @@ class Run:
 
     def evaluate(self, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict[str, float]:
         """Sum fn(batch) over a loader, split over the workers, each sample once. See docs."""
-        from paceline.evaluation import again, evaluate
-
-        sums: dict[str, float] = again(self, lambda: evaluate(self, fn, loader))
+        self._between_points("evaluate() and predict()")
+        sums: dict[str, float] = evaluation.again(self, lambda: evaluation.evaluate(self, fn, loader))
         return sums
 
     def predict(self, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.Tensor:
         """fn(batch) over a loader, split over the workers, concatenated in order on every worker."""
-        from paceline.evaluation import again, predict
-
-        values: torch.Tensor = again(self, lambda: predict(self, fn, loader))
+        self._between_points("evaluate() and predict()")
+        values: torch.Tensor = evaluation.again(self, lambda: evaluation.predict(self, fn, loader))
         return values
 
     def _between_points(self, what: str) -> None:
-        """Workers meet here: none of them may be in the middle of a reduce point."""
+        """All workers meet here."""
         if self._stepper is not None:
-            self._stepper.check_left_early()
-            if self._stepper.inside:
-                raise UsageError(f"{user_line()}: {what} inside the loop over run.slots(); move it one level out")
+            checks.between_points(self._stepper, what)
+        self._session.at = what
 
     def _guard_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """optimizer.step() where no reduced gradient can be: say so instead of training apart."""
-        stepper = self._stepper
-        if stepper is not None and not stepper.alone and (args[1:] or kwargs.get("closure")):
-            raise UsageError(
-                f"{user_line()}: optimizer.step(closure) computes gradients out of reach of the other workers; only a run of "
-                "one slot can use it (paceline run -n 1 --slots 1)"
-            )
-        if stepper is not None and stepper.inside:
-            raise UsageError(
-                f"{user_line()}: optimizer.step() inside the loop over run.slots(): the gradient is whole only after it; "
-                "move optimizer.step() one level out"
-            )
-        if stepper is None or not stepper.active:
-            raise UsageError(
-                f"{user_line()}: optimizer.step() outside a step of the run: the loader in this loop was not given to "
-                "run.prepare(), or the loop is not inside `for epoch in run.epochs(n):`"
-            )
-        if stepper.left_early is not None:
-            stepper.check_left_early()
-        if stepper.call == 0 and not stepper.alone:
-            stepper.no_reduce()
+        checks.optimizer_steps(self._stepper, closure=bool(args[1:] or kwargs.get("closure")))
 
     def _warn(self, text: str) -> None:
         if self.is_main:
@@ -403,7 +335,7 @@ class Run:
             if self.is_main:
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             try:
-                self.terms.meeting.gather(_KEYS["written"], b"")
+                self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
                 return
             except TermEnded:
                 self.terms.next()
@@ -414,10 +346,8 @@ class Run:
             return
         self.finished = True
         self._between_points("the end of the script")
-        self._session.at = "the end of the script"
         digest = self._replica.weights_sha256()
-        hashes = [raw.decode() for raw in self.terms.gather(_KEYS["finish"], digest.encode)]
-        different = self._odd_workers(hashes)
+        different = self._agreement.odd_at_the_end(digest)
         if different and self._strategy.same_bits:
             raise PacelineError(
                 f"the final weights of worker {', '.join(map(str, different))} differ from worker 0's: something "
@@ -425,14 +355,10 @@ class Run:
             )
         self._keeping.finish()
         self._tell_the_end(digest)
-        if self._attached:
+        if self._stepper is not None:
             self._strategy.close()
         self.terms.peers.close()
         self._session.leave()
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _finish_at_exit(run: Run) -> None:

@@ -9,6 +9,7 @@ Three splits, chosen with ``--split``:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -84,20 +85,21 @@ class Split:
         return evenly(size, slots)
 
 
-class Shares:
+class Shares(ABC):
     """Which samples each slot trains in each step of an epoch: seekable, and the same everywhere."""
 
     steps: int
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:  # noqa: B027  most have nothing to do
         """An epoch starts: `steps` holds for it from now on."""
 
+    @abstractmethod
     def ids(self, epoch: int, step: int, slot: int) -> Ids:
-        raise NotImplementedError
+        """The samples of one slot's share."""
 
+    @abstractmethod
     def sizes(self, epoch: int, step: int) -> list[int]:
         """How many samples each slot has in this step: what a share's gradient weighs."""
-        raise NotImplementedError
 
 
 class BatchShares(Shares):

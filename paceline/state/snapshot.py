@@ -51,6 +51,12 @@ class Snapshot:
                 start = self._first + at
                 torch.frombuffer(memory, dtype=torch.uint8, count=len(raw), offset=start).copy_(raw)
 
+    def to_bytes(self) -> bytes:
+        """For a message; where the state is large, `write` into memory at hand saves a copy."""
+        body = bytearray(self.nbytes)
+        self.write(memoryview(body))
+        return bytes(body)
+
     @staticmethod
     def read(memory: memoryview) -> Snapshot:
         """The same tree, in memory of its own."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
+from paceline.state.snapshot import Snapshot
 from paceline.tensors.tree import split
-
-_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)
@@ -22,54 +20,18 @@ class SparseLeaf:
     value: torch.Tensor
 
 
-class _Wire(msgspec.Struct, array_like=True):
-    index: int
-    leaf: int
-    shape: list[int]
-    sparse_dims: int
-    count: int
-    dtype: str
-    rows: bytes
-    values: bytes
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
 def pack(leaves: Sequence[SparseLeaf]) -> bytes:
-    """Their wire form: a msgspec array of plain bytes."""
-    wires = []
-    for item in leaves:
-        value = item.value
-        values = value.values()
-        wires.append(
-            _Wire(
-                item.index,
-                item.leaf,
-                list(value.shape),
-                value.sparse_dim(),
-                values.shape[0],
-                str(values.dtype),
-                _bytes_of(value.indices()),
-                _bytes_of(values) if values.numel() else b"",
-            )
-        )
-    return msgspec.msgpack.encode(wires)
+    """Their wire form: plain bytes, nothing pickled."""
+    return Snapshot(
+        [(item.index, item.leaf, list(item.value.shape), item.value.indices(), item.value.values()) for item in leaves]
+    ).to_bytes()
 
 
 def unpack(raw: bytes) -> list[SparseLeaf]:
     leaves = []
-    for wire in msgspec.msgpack.decode(raw, type=list[_Wire]):
-        shape = (wire.count, *wire.shape[wire.sparse_dims :])
-        dtype = _DTYPES[wire.dtype]
-        rows = torch.zeros(wire.sparse_dims, 0, dtype=torch.int64)
-        values = torch.zeros(shape, dtype=dtype)
-        if wire.count:
-            rows = torch.frombuffer(bytearray(wire.rows), dtype=torch.int64).view(wire.sparse_dims, -1)
-            values = torch.frombuffer(bytearray(wire.values), dtype=dtype).view(shape)
-        value = torch.sparse_coo_tensor(rows, values, wire.shape, is_coalesced=True, check_invariants=False)
-        leaves.append(SparseLeaf(wire.index, wire.leaf, value))
+    for index, leaf, shape, rows, values in Snapshot.read(memoryview(raw)).tree:
+        value = torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
+        leaves.append(SparseLeaf(index, leaf, value))
     return leaves
 
 

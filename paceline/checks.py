@@ -1,0 +1,61 @@
+"""What a script must not do, found before its workers train apart, and what it has forgotten."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.errors import OWN_GROUP, UsageError
+from paceline.replica import Replica
+from paceline.session import user_line
+from paceline.steps import Stepper
+
+
+def refuse_own_group() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise UsageError(f"{user_line()}: {OWN_GROUP}")
+
+
+def between_points(stepper: Stepper, what: str) -> None:
+    """Workers are about to meet: none of them may be in the middle of a reduce point."""
+    stepper.check_left_early()
+    if stepper.inside:
+        raise UsageError(f"{user_line()}: {what} inside the loop over run.slots(); move it one level out")
+
+
+def optimizer_steps(stepper: Stepper | None, closure: bool) -> None:
+    """optimizer.step() where no reduced gradient can be: say so instead of training apart."""
+    if stepper is not None and not stepper.alone and closure:
+        raise UsageError(
+            f"{user_line()}: optimizer.step(closure) computes gradients out of reach of the other workers; only a run of "
+            "one slot can use it (paceline run -n 1 --slots 1)"
+        )
+    if stepper is not None and stepper.inside:
+        raise UsageError(
+            f"{user_line()}: optimizer.step() inside the loop over run.slots(): the gradient is whole only after it; "
+            "move optimizer.step() one level out"
+        )
+    if stepper is None or not stepper.active:
+        raise UsageError(
+            f"{user_line()}: optimizer.step() outside a step of the run: the loader in this loop was not given to "
+            "run.prepare(), or the loop is not inside `for epoch in run.epochs(n):`"
+        )
+    stepper.check_left_early()
+    if stepper.call == 0 and not stepper.alone:
+        stepper.no_reduce()
+
+
+def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterator[str]:
+    """A warning for each scheduler of a prepared optimizer that the run was not given."""
+    known = {id(item) for item in [*replica.schedulers, *registered]}
+    driven = {id(optimizer) for optimizer in replica.optimizers}
+    for item in gc.get_objects():
+        if issubclass(type(item), LRScheduler) and id(item) not in known and id(item.optimizer) in driven:
+            yield (
+                f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): it works, "
+                "but a resumed run would start it anew; add it to prepare()"
+            )
