@@ -26,7 +26,7 @@ _BATCH = 100
 """Messages that one connection brings."""
 _POOL = 400
 _REPORT_S = 0.2
-_INSIDER_S = 5.0
+_INSIDER_S = 1.0
 
 
 def _is_message(data: bytes) -> bool:
