@@ -41,6 +41,10 @@ class Side:
                 [sys.executable, *arguments], cwd=HERE, env=env, stdout=log, stderr=log, start_new_session=True
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def take_turn(self) -> float:
         (self._folder / f"{self.name}-{self._turn}").touch()
         done = self._folder / f"{self.name}-{self._turn}.done"

@@ -167,8 +167,10 @@ def test_strangers_are_heard_at_a_limited_pace(house: House) -> None:
     door.on_ready(now)
     assert door.refusals.counts.total() == 64
     door.expire(now + 0.02)
-    door.on_ready(now + 0.02)
-    assert door.refusals.counts.total() == 74
+    assert not select.select([door], [], [], 0)[0], "ten more are not worth a round"
+    door.expire(now + 0.04)
+    door.on_ready(now + 0.04)
+    assert door.refusals.counts.total() == 84
     door.expire(now + 10)
     door.on_ready(now + 10)
     assert door.refusals.counts.total() == 100
