@@ -61,8 +61,11 @@ def main() -> None:
 
 def prepare() -> None:
     """Import what workers need, and make sure that a fork is safe afterwards."""
+    path = list(sys.path)
+    sys.path = [folder for folder in path if folder not in ("", os.getcwd())]  # the script's own files are not for us
     for name in PREPARED:
         importlib.import_module(name)
+    sys.path = path
     gc.collect()
     gc.freeze()  # a worker's collections then leave the pages alone that it shares with us
     pid = os.fork()

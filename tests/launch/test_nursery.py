@@ -54,7 +54,7 @@ def visitor(address: str, tmp_path: Path) -> Iterator[Visitor]:
 
 
 LOOK_AROUND = """
-import gc, json, multiprocessing, os, random, signal, sys, threading
+import gc, json, multiprocessing, os, signal, sys, threading
 import __main__
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status") if ":\\t" in line)
 print(json.dumps({
@@ -104,6 +104,18 @@ def test_a_module_is_run_as_by_python_m(visitor: Visitor) -> None:
     assert "Namespaces are one honking great idea" in visitor.log(worker).read_text()
 
 
+def test_files_beside_the_script_come_before_what_is_imported_already(visitor: Visitor) -> None:
+    """A folder of that name does not, nor do they replace what Python has built in."""
+    for name in ("profile.py", "sympy/__init__.py", "queue/notes.txt", "time.py"):
+        (visitor.folder / name).parent.mkdir(exist_ok=True)
+        (visitor.folder / name).write_text("mine = True")
+    script = """
+        import profile, queue, sympy, time, torch, torch.profiler
+        print([getattr(m, "mine", False) for m in (profile, sympy, queue, time)], queue.Queue.__name__)
+    """
+    assert visitor.run(script) == (0, "[True, True, False, False] Queue\n")
+
+
 @pytest.mark.parametrize(
     ("script", "status"),
     [
@@ -117,6 +129,14 @@ def test_a_module_is_run_as_by_python_m(visitor: Visitor) -> None:
 )
 def test_how_a_worker_ended_is_told(visitor: Visitor, script: str, status: int) -> None:
     assert visitor.run(script)[0] == status
+
+
+def test_a_missing_script_is_said_to_be_missing(visitor: Visitor) -> None:
+    worker = 10_004
+    visitor.nursery.ask(Fork(worker, {}, str(visitor.log(worker)), False, ["nowhere/train.py"]))
+    os.close(visitor.wait(Born, worker).pidfd)
+    assert visitor.wait(Exited, worker).status == 1
+    assert "No such file or directory: '" in (log := visitor.log(worker).read_text()) and "train.py" in log
 
 
 def test_an_exception_is_in_the_log(visitor: Visitor) -> None:
