@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Result, launch
+from tests.end_to_end.launching import BODY, HEAD, Result, launch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bits_script.py"
 
@@ -52,33 +52,16 @@ def test_augmentation_does_not_depend_on_loader_processes(tmp_path: Path) -> Non
 
 def test_a_flat_loop_equals_the_nested_loop(tmp_path: Path) -> None:
     """Where every worker carries one slot, `.grad` is whole when backward() returns."""
-    nested = """
-run.prepare(model, optimizer, loader)
-for epoch in run.epochs(2):
-    for batch in loader:
-        for x, y in run.slots():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-"""
-    flat = HEAD + flattened(nested)
-    want = launch(tmp_path, HEAD + nested, "-n", "1", "--slots", "3", name="nested").weights
+    flat = HEAD + flattened(BODY)
+    want = launch(tmp_path, HEAD + BODY, "-n", "1", "--slots", "3", name="nested").weights
     assert launch(tmp_path, flat, "-n", "3", "--slots", "3", name="flat").weights == want
     assert launch(tmp_path, flat, "-n", "3", "--slots", "3", "--transport", "gloo", name="gloo").weights == want
 
 
 def test_a_flat_loop_whose_last_batch_is_smaller_than_the_slots(tmp_path: Path) -> None:
     tail = HEAD.replace("(96", "(50") + "{}"
-    nested = """
-run.prepare(model, optimizer, loader)
-for epoch in run.epochs(2):
-    for batch in loader:
-        for x, y in run.slots():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-"""
-    flat = flattened(nested)
-    one = launch(tmp_path, tail.format(nested), "-n", "1", "--slots", "3", name="nested")
-    three = launch(tmp_path, tail.format(flat), "-n", "3", "--slots", "3", name="flat")
+    one = launch(tmp_path, tail.format(BODY), "-n", "1", "--slots", "3", name="nested")
+    three = launch(tmp_path, tail.format(flattened(BODY)), "-n", "3", "--slots", "3", name="flat")
     assert one.weights == three.weights
     assert one.summary["samples"] == three.summary["samples"] == 100
 
