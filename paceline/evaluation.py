@@ -2,7 +2,8 @@
 
 A loader's own batches are dealt out one by one (worker k takes numbers k, k + n, …), so what is in a
 batch never depends on the worker count. Per-batch results are brought together and added in the
-batches' order, in double precision.
+batches' order, in double precision. A worker that dies takes its batches' results with it: the caller
+begins again, and the rest deal them out anew.
 """
 
 from __future__ import annotations
@@ -22,21 +23,11 @@ from paceline.data.random import seeded, set_seed
 from paceline.errors import UsageError
 from paceline.session import user_line
 from paceline.state.snapshot import Snapshot
-from paceline.tensors.peers import TermEnded
 
 if TYPE_CHECKING:
     from paceline.run import Run
 
 _KEY = mix(101)
-
-
-def again(run: Run, action: Callable[[], Any]) -> Any:
-    """A worker that dies takes its batches' results with it: the rest deal them out anew."""
-    while True:
-        try:
-            return action()
-        except TermEnded:
-            run.terms.next()
 
 
 def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict[str, float]:

@@ -33,7 +33,6 @@ from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
 from paceline.summary import summarise
-from paceline.tensors.peers import TermEnded
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
@@ -304,14 +303,12 @@ class Run:
     def evaluate(self, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict[str, float]:
         """Sum fn(batch) over a loader, split over the workers, each sample once. See docs."""
         self._between_points("evaluate() and predict()")
-        sums: dict[str, float] = evaluation.again(self, lambda: evaluation.evaluate(self, fn, loader))
-        return sums
+        return self.terms.through(lambda: evaluation.evaluate(self, fn, loader))
 
     def predict(self, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.Tensor:
         """fn(batch) over a loader, split over the workers, concatenated in order on every worker."""
         self._between_points("evaluate() and predict()")
-        values: torch.Tensor = evaluation.again(self, lambda: evaluation.predict(self, fn, loader))
-        return values
+        return self.terms.through(lambda: evaluation.predict(self, fn, loader))
 
     def _between_points(self, what: str) -> None:
         """All workers meet here."""
@@ -331,14 +328,13 @@ class Run:
 
     def _tell_the_end(self, digest: str) -> None:
         """Main writes the summary, and all wait until it has: if it dies before, another one does."""
-        while True:
+
+        def tell() -> None:
             if self.is_main:
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
-            try:
-                self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
-                return
-            except TermEnded:
-                self.terms.next()
+            self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
+
+        self.terms.through(tell)
 
     def finish(self) -> None:
         """End the run: agree that all replicas are equal, write the summary. Automatic at exit."""

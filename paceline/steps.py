@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed, leading_size, place
+from paceline.data.loader import Feed, leading_size, map_tensors, place
 from paceline.data.order import mix
 from paceline.data.random import set_seed
 from paceline.errors import MismatchError, UsageError
@@ -77,11 +77,12 @@ class Batch:
     def offered(self) -> Any:
         """What the script's loop variable gets where this worker carries one slot.
 
-        A slot without a sample is lent another's, at weight 0: a flat loop must have something to do.
+        A slot without a sample is lent a copy of another's, at weight 0: a flat loop must have something to do.
         """
         share = self.share(self._stepper.mine[0])
         if share is None:
-            return place(self.feed.stand_in(self.epoch, self.number), self._stepper.device)
+            lent = map_tensors(self.feed.stand_in(self.epoch, self.number), torch.clone)
+            return place(lent, self._stepper.device)
         return share
 
     def count(self, slot: int) -> int:

@@ -8,7 +8,7 @@ was waiting calls `next` and tries again with those who remain. Or all have agre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from paceline.data.order import mix
 from paceline.session import Session
@@ -18,6 +18,7 @@ from paceline.tensors.segment import Segment
 
 _STATE, _WRITTEN = mix(201), mix(202)
 _DONOR = 0
+Result = TypeVar("Result")
 
 
 class Stateful(Protocol):
@@ -52,9 +53,13 @@ class Terms:
 
     def gather(self, key: int, payload: Callable[[], bytes]) -> list[bytes]:
         """Everybody's payload, in the order of ranks, from all who are there in the end."""
+        return self.through(lambda: self.meeting.gather(key, payload()))
+
+    def through(self, meet: Callable[[], Result]) -> Result:
+        """What comes of a meeting that is repeated, with those who remain, as often as a peer is lost in it."""
         while True:
             try:
-                return self.meeting.gather(key, payload())
+                return meet()
             except TermEnded:
                 self.next()
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from paceline.data.loader import build_feed, map_tensors
 from paceline.steps import Batch, TimeSplit, _cut
+from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain
 
 
 def weights(sizes: list[int]) -> list[float]:
@@ -32,6 +35,31 @@ def test_shares_that_differ_weigh_their_samples(sizes: list[int]) -> None:
 def test_shares_that_differ_in_the_middle_weigh_their_samples_too(sizes: list[int]) -> None:
     """--split 1,2,2,1 gives such sizes, and so does a stream of uneven items."""
     assert weights(sizes) == [float(size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(numbers(5), batch_size=4),
+        DataLoader(numbers(5), batch_size=4, collate_fn=own_collate),
+        DataLoader(Augmented(5), batch_size=4),
+        DataLoader(numbers(5), batch_size=None),
+        DataLoader(Stream(5), batch_size=None),
+    ],
+    ids=["tensors", "general", "augmented", "items", "stream"],
+)
+def test_a_slot_without_a_sample_is_lent_a_copy_of_anothers(loader: DataLoader[Any]) -> None:
+    """Five samples over four slots: in the second step only slot 0 has one."""
+    feed = build_feed(loader, 4, EVEN, 0)
+    feed.start(0, 1, range(3, 4))
+    stepper: Any = SimpleNamespace(mine=range(3, 4), device=CPU)
+    batch = Batch(stepper, feed, 0, 1)
+    before = plain(feed.share(0, 1, 0))
+    lent = batch.offered()
+    map_tensors(lent, lambda tensor: tensor.zero_().sub_(1))
+    assert plain(lent) != before and plain(feed.share(0, 1, 0)) == before
+    assert batch.count(3) == 0, "what is lent is not counted"
+    feed.stop()
 
 
 Pair = namedtuple("Pair", "x y")

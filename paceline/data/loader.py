@@ -35,25 +35,34 @@ with seeded(_KNOWN):
     _UNTOUCHED = next_draws()
 
 
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same batch, with every tensor in it changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        changed.update({key: map_tensors(item, change) for key, item in value.items()})
+        return changed
+    return value
+
+
 def place(value: Any, device: torch.device) -> Any:
     """The same batch on the device, every tensor aligned to 64 bytes.
 
     Vectorised kernels treat an unaligned head differently, so a share that happens to lie two bytes
     further in memory would give other bits.
     """
-    if isinstance(value, torch.Tensor):
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         if device.type != "cpu":
-            return value.to(device, non_blocking=True)
-        return value if value.data_ptr() % 64 == 0 else value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(place(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(place(item, device) for item in value)
-    if isinstance(value, dict):
-        placed = copy.copy(value)
-        placed.update({key: place(item, device) for key, item in value.items()})
-        return placed
-    return value
+            return tensor.to(device, non_blocking=True)
+        return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
+
+    return map_tensors(value, move)
 
 
 def leading_size(value: Any) -> int:
@@ -95,7 +104,7 @@ class Feed(Protocol):
         were aimed at come from the loader as it reads ahead, another one is fetched here and now."""
 
     def stand_in(self, epoch: int, step: int) -> Any:
-        """Some sample of this step, for a worker whose slot has none."""
+        """Some sample of this step, for a worker whose slot has none. It is another slot's: copy it."""
 
     def stop(self) -> None:
         """Let go of loader processes."""
@@ -252,7 +261,7 @@ class TensorFeed:
 
     def stand_in(self, epoch: int, step: int) -> Any:
         first = _any_id(self._shares, epoch, step)
-        return [tensor[first : first + 1].clone() for tensor in self._tensors]
+        return [tensor[first : first + 1] for tensor in self._tensors]
 
     def stop(self) -> None:
         return

@@ -58,6 +58,26 @@ for epoch in run.epochs(2):
     assert "train.py:16" in line and "was not given to run.prepare()" in line
 
 
+@pytest.mark.parametrize(
+    ("loops", "workers"),
+    [
+        ("for batch, second in zip(loader, other): pass", "2"),
+        ("for batch in loader:\n        for second in other: pass", "1"),
+    ],
+    ids=["zip", "nested"],
+)
+def test_two_prepared_loaders_at_once(tmp_path: Path, loops: str, workers: str) -> None:
+    script = f"""
+other = DataLoader(data, batch_size=12)
+run.prepare(model, optimizer, loader, other)
+for epoch in run.epochs(2):
+    {loops}
+"""
+    line = mistake(tmp_path, HEAD + script, "-n", workers)
+    assert f"train.py:{15 + loops.count(chr(10))}: two loops over prepared loaders at once" in line
+    assert "leave the other out of prepare()" in line
+
+
 def test_batch_smaller_than_slots(tmp_path: Path) -> None:
     line = mistake(tmp_path, HEAD + BODY, "-n", "2", "--slots", "32")
     assert "batch of 24 is smaller than the 32 slots" in line

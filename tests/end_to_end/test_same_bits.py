@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Result, launch
+from tests.end_to_end.launching import BODY, HEAD, Result, launch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bits_script.py"
 
@@ -15,6 +17,14 @@ def train(folder: Path, kind: str, workers: int, slots: int, *flags: str, loader
     name = f"{kind}-{workers}-{slots}-{loaders}-{'-'.join(f.strip('-') for f in flags)}"
     given = ("-n", str(workers), "--slots", str(slots), "--steps", "7", *flags)
     return launch(folder, SCRIPT, *given, args=(kind, "--num-workers", str(loaders)), name=name)
+
+
+def flattened(script: str) -> str:
+    """The same script without its inner loop."""
+    inner = re.compile(r"for batch in loader:\n {8}for x, y in run\.slots\(\):\n((?: {12}.*\n)+)")
+    flat = inner.sub(lambda found: "for x, y in loader:\n" + found[1].replace(" " * 12, " " * 8), script)
+    assert "run.slots" not in flat
+    return flat
 
 
 @pytest.mark.parametrize("kind", ["lenet", "cnn", "lstm", "transformer", "gan", "tail"])
@@ -42,48 +52,46 @@ def test_augmentation_does_not_depend_on_loader_processes(tmp_path: Path) -> Non
 
 def test_a_flat_loop_equals_the_nested_loop(tmp_path: Path) -> None:
     """Where every worker carries one slot, `.grad` is whole when backward() returns."""
-    nested = (
-        HEAD
-        + """
-run.prepare(model, optimizer, loader)
-for epoch in run.epochs(2):
-    for batch in loader:
-        for x, y in run.slots():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-"""
-    )
-    flat = (
-        HEAD
-        + """
-run.prepare(model, optimizer, loader)
-for epoch in run.epochs(2):
-    for x, y in loader:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-"""
-    )
-    want = launch(tmp_path, nested, "-n", "1", "--slots", "3", name="nested").weights
+    flat = HEAD + flattened(BODY)
+    want = launch(tmp_path, HEAD + BODY, "-n", "1", "--slots", "3", name="nested").weights
     assert launch(tmp_path, flat, "-n", "3", "--slots", "3", name="flat").weights == want
     assert launch(tmp_path, flat, "-n", "3", "--slots", "3", "--transport", "gloo", name="gloo").weights == want
 
 
 def test_a_flat_loop_whose_last_batch_is_smaller_than_the_slots(tmp_path: Path) -> None:
     tail = HEAD.replace("(96", "(50") + "{}"
-    nested = """
-run.prepare(model, optimizer, loader)
-for epoch in run.epochs(2):
-    for batch in loader:
-        for x, y in run.slots():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-"""
-    flat = nested.replace("for batch in loader:\n        for x, y in run.slots():\n    ", "for x, y in loader:\n")
-    assert "run.slots" not in flat
-    one = launch(tmp_path, tail.format(nested), "-n", "1", "--slots", "3", name="nested")
-    three = launch(tmp_path, tail.format(flat), "-n", "3", "--slots", "3", name="flat")
+    one = launch(tmp_path, tail.format(BODY), "-n", "1", "--slots", "3", name="nested")
+    three = launch(tmp_path, tail.format(flattened(BODY)), "-n", "3", "--slots", "3", name="flat")
     assert one.weights == three.weights
     assert one.summary["samples"] == three.summary["samples"] == 100
+
+
+def test_draws_before_the_first_forward_of_a_flat_loop(tmp_path: Path) -> None:
+    """A share begins with its step once the script is known to be flat. Until then, which is in the first step, it
+    begins with the first forward: the script may still come to run.slots(), so all draw the same before."""
+    nested = """
+import json, pathlib
+run.prepare(model, optimizer, loader)
+drawn = []
+for epoch in run.epochs(1):
+    for batch in loader:
+        for x, y in run.slots():
+            before, output, after = float(torch.rand(())), model(x), float(torch.rand(()))
+            drawn.append((before, after))
+            F.cross_entropy(output, y).backward()
+        optimizer.step(); optimizer.zero_grad()
+pathlib.Path(f"drawn-{run._session.worker}.json").write_text(json.dumps(drawn))
+"""
+    flat = flattened(nested)
+    launch(tmp_path, HEAD + nested, "-n", "1", "--slots", "2", name="nested")
+    shares = json.loads((tmp_path / "drawn-0.json").read_text())
+    launch(tmp_path, HEAD + flat, "-n", "2", "--slots", "2", name="flat")
+    workers = [json.loads((tmp_path / f"drawn-{worker}.json").read_text()) for worker in range(2)]
+    assert workers[0][0][0] == workers[1][0][0]
+    for slot, drawn in enumerate(workers):
+        of_slot = shares[slot::2]
+        assert drawn[0][1] == of_slot[0][0], "the first number after the forward is the share's first"
+        assert drawn[1:] == of_slot[1:] and len(drawn) == 4
 
 
 def test_an_extra_backward_after_a_bucket_left_is_noticed(tmp_path: Path) -> None:

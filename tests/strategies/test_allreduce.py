@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from paceline.errors import UsageError
+from paceline.strategies.base import Point
 from tests.strategies.one_worker import Driver
 from tests.tensors.arithmetic import reduced, same, tree_weight
 from tests.tensors.together import Member, together
@@ -330,3 +332,36 @@ def test_a_gradient_that_is_sparse_in_one_share_and_dense_in_another_is_whole() 
     want = torch.full((6, 2), 0.5)
     want[1] = 1.0
     assert torch.equal(got, want)
+
+
+# flat loops
+
+
+class Scale:
+    scale = 1024.0
+
+
+def test_fp16_in_a_flat_loop_refuses_a_backward_onto_gradients_that_are_there() -> None:
+    """What is there was divided by the scale already; what would be added to it is not."""
+    driver = Driver([model()], scaled=Scale())
+    strategy, point = driver.strategy, Point(0, 0, 1)
+
+    def begin() -> bool:
+        strategy.open(point, flat=True)
+        return True
+
+    def finish() -> None:
+        strategy.fold(0)
+        strategy.commit(point, 1, [0, 0, 0])
+
+    def backward() -> None:
+        (driver.replica.models[0](share(0)).pow(2).mean() * Scale.scale).backward()
+
+    strategy.on_flat_backward(begin, finish)
+    strategy.begin_step()
+    backward()
+    once = driver.grads()
+    assert all(got is not None and same(got, want) for got, want in zip(once, gradient_of(0), strict=True))
+    with pytest.raises(UsageError, match="fp16 in a flat loop cannot add a backward to gradients that are there"):
+        backward()
+    driver.close()
