@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.leaks import Held, leaked
+from tests.leaks import GRACE_S, Held, end_processes_of, leaked
 
 _ON_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 settings.register_profile(
@@ -63,12 +63,14 @@ def forget_run() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test that leaves a process, a socket, a memfd, a thread or a /dev/shm file behind."""
     before, hook = Held.now(), sys.excepthook
     yield
     forget_run()
     sys.excepthook = hook
-    found = leaked(before)
+    folder = request.node.funcargs.get("tmp_path")
+    found = end_processes_of(folder, GRACE_S) if folder is not None else []
+    found += leaked(before)
     if found:
         pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)

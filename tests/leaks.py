@@ -6,9 +6,11 @@ giving what is on its way out a moment to go.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -45,6 +47,32 @@ def _command(pid: int) -> str:
         return "?"
 
 
+def processes_of(folder: Path) -> list[int]:
+    """Living processes with this folder in their command line: a run's agents, nursery, workers, terminal."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and bytes(folder) in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def end_processes_of(folder: Path, grace_s: float = 0.0) -> list[str]:
+    """Kill what a test has left running; in words, who did not end by itself in time."""
+    deadline = time.monotonic() + grace_s
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    words = [f"process {pid}: {_command(pid)}" for pid in processes_of(folder)]
+    while left := processes_of(folder):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return words
+
+
 def descriptors() -> Counter[str]:
     """Sockets and memfds this process has open, told apart by inode."""
     found: Counter[str] = Counter()
@@ -75,8 +103,19 @@ def shared_files() -> set[str]:
 
 
 def _is_anothers(name: str, ours: set[int]) -> bool:
+    if name.endswith((".db", ".db-journal")):
+        return _is_open(_SHM / name)
     match = _SHM_OF_PROCESS.match(name)
     return bool(match) and int(match[1]) not in ours and Path(f"/proc/{match[1]}").exists()
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a living process has this file open: a run's agents hold their store."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == str(path):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from paceline.errors import PacelineError
 _VERBS = {
     "run": "Train a script with N workers.",
     "resume": "Go on with a run from its newest checkpoint.",
+    "attach": "Get the view of a run under way back.",
+    "stop": "Stop a run after its step.",
+    "scale": "Change a run's number of workers while it trains.",
     "runs": "List the runs.",
     "show": "Show one run: settings, result, events.",
     "logs": "Print a run's log files.",

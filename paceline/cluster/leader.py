@@ -453,6 +453,9 @@ class Leader:
                 self._welcome(peer)
                 for name in self._kept.names():
                     self._send_kept(peer, name)
+                self._folder.event("standby", "it can take over", pid=self._standby_pid(), leader=os.getpid())
+            case messages.Steer():
+                peer.send(messages.Done())
             case messages.Stop(why, kill):
                 self._stop("Ctrl-C" if why == "Ctrl-C" else "stopped", why, kill)
                 peer.send(messages.Done())

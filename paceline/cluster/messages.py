@@ -137,6 +137,10 @@ class Ended(msgspec.Struct, tag=True):
     exit_code: int
 
 
+class Steer(msgspec.Struct, tag=True):
+    """Whoever wants to say one of the following; answered by `Done`."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """Stop after this step (with a checkpoint, if the run writes them), or kill all at once."""
 
@@ -152,7 +156,7 @@ class Scale(msgspec.Struct, tag=True):
 
 Message = (
     Hello | Welcome | Ready | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
-    | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Stop | Scale
+    | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import secrets
+import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.handshake import SECRET_BYTES
+from paceline.cluster import secret
 from paceline.cluster.store import Store, runtime_folder
 from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
@@ -24,28 +24,29 @@ class Rendezvous:
     def create(folder: RunFolder) -> Rendezvous:
         """Fresh ones for a run that starts now. The secret is for this user's eyes only."""
         unique = secrets.token_hex(8)
+        folder.secret.unlink(missing_ok=True)
         place = Rendezvous(
             f"paceline-{folder.id}-{unique}",
-            secrets.token_bytes(SECRET_BYTES),
+            secret.make(folder.secret),
             runtime_folder() / f"paceline-{folder.id}-{unique}.db",
         )
         Store.create(place.store).close()
-        folder.secret.unlink(missing_ok=True)
-        with open(os.open(folder.secret, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(place.secret.hex())
         folder.write_json(folder.agent, {"address": place.address, "store": str(place.store)})
         return place
 
     @staticmethod
     def of(folder: RunFolder) -> Rendezvous:
         known = folder.read_json(folder.agent)
-        try:
-            secret = bytes.fromhex(folder.secret.read_text())
-        except (OSError, ValueError):
-            known = {}
         if not known:
             raise UsageError(f"run {folder.id!r} is not running: `paceline runs` lists what there is")
-        return Rendezvous(known["address"], secret, Path(known["store"]))
+        return Rendezvous(known["address"], secret.read(folder.secret), Path(known["store"]))
+
+    def fence(self) -> int:
+        """Of whoever leads now."""
+        try:
+            return Store(self.store).read().fence
+        except sqlite3.Error:
+            raise ConnectionError(f"{self.store} is gone: the run is over") from None
 
     @staticmethod
     def remove(folder: RunFolder) -> None:

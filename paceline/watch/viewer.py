@@ -27,14 +27,13 @@ _LOST_S = 10.0
 
 class Viewer:
     def __init__(self, folder: RunFolder, place: Rendezvous, terminal: Terminal, show: str) -> None:
-        self._folder, self._terminal, self._show = folder, terminal, show
+        self._folder, self._place, self._terminal, self._show = folder, place, terminal, show
         self._events = Follower(folder.events)
         self._logs: dict[int, Follower] = {}
         self._fold = Fold()
         self._board: Board | None = None
         self._members: list[int] = []
         self._link = LeaderLink(place.address, place.secret, messages.Watch(), self._fence, _LOST_S)
-        self._known_fence = 1
         self._interrupts = self._answered = 0
         self._told_stop = False
         self._failure: dict[str, Any] | None = None
@@ -62,7 +61,7 @@ class Viewer:
                 signal.signal(signum, handler)
 
     def _fence(self) -> int:
-        return max(self._known_fence, self._board.leader if self._board is not None else 0)
+        return self._board.leader if self._board is not None else self._place.fence()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._interrupts += 1

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from paceline.cluster.store import Store
+from tests.leaks import end_processes_of
 
 TIMEOUT_S = 90
 
@@ -56,6 +63,9 @@ class Result:
         return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
 
 
+PATIENCE_S = 80
+
+
 def environment() -> dict[str, str]:
     env = dict(os.environ)
     env["COLUMNS"] = "250"
@@ -70,14 +80,19 @@ def write_script(folder: Path, text: str, name: str = "train.py") -> Path:
 
 
 def paceline(*arguments: str, cwd: Path, timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """The command to its end. A run outlives its terminal: one that takes too long is ended as a whole."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "paceline", *arguments],
+            cwd=cwd,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        end_processes_of(cwd)
+        raise
 
 
 def launch(folder: Path, script: str | Path, *flags: str, args: tuple[str, ...] = (), name: str = "it") -> Result:
@@ -88,3 +103,79 @@ def launch(folder: Path, script: str | Path, *flags: str, args: tuple[str, ...] 
     summary_path = run_folder / "summary.json"
     summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
     return Result(done.returncode, done.stdout, done.stderr, run_folder, summary)
+
+
+class Going:
+    """A run that is under way."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self.folder, self.process = folder, process
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            text = (self.folder / name).read_text()
+        except OSError:
+            return []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def wait_for(self, what: Callable[[], Any], words: str) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := what()):
+            assert self.process.poll() is None, f"{words} never came: {self.process.communicate()}"
+            assert time.monotonic() < deadline, f"{words} has not come: {self.lines('events.jsonl')}"
+            time.sleep(0.002)
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")), f"step {step}")
+
+    def event(self, name: str, **fields: Any) -> Callable[[], dict[str, Any] | None]:
+        def found() -> dict[str, Any] | None:
+            for event in self.lines("events.jsonl"):
+                if event["event"] == name and all(event.get(key) == value for key, value in fields.items()):
+                    return event
+            return None
+
+        return found
+
+    @property
+    def leader(self) -> int:
+        """The process that leads the run now."""
+        known = json.loads((self.folder / "agent.json").read_text())
+        store = Store(Path(known["store"]))
+        try:
+            return store.read().pid
+        finally:
+            store.close()
+
+    def wait_for_standby(self) -> int:
+        """Until the leader has a standby that can take over; its process."""
+        return int(self.wait_for(self.event("standby", leader=self.leader), "a standby")["pid"])
+
+    def kill(self, *workers: int, by: signal.Signals = signal.SIGKILL) -> None:
+        pids = [
+            self.wait_for(self.event("worker started", worker=worker), f"worker {worker}")["pid"] for worker in workers
+        ]
+        for pid in pids:
+            os.kill(pid, by)
+
+
+@contextmanager
+def going(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> Iterator[Going]:
+    path = write_script(folder, script)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "--runs", "runs", "--name", "it", *flags, str(path), *args],
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield Going(folder / "runs" / "it", process)
+    finally:
+        if process.poll() is None:
+            end_processes_of(folder)
+        process.communicate()
+
+
+def ended(run: Going) -> Result:
+    out, err = run.process.communicate(timeout=PATIENCE_S)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    return Result(run.process.returncode, out, err, run.folder, summary)

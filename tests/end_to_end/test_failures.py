@@ -111,7 +111,7 @@ def start_endless(tmp_path: Path, more: str = "", mark: str = "training") -> sub
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / mark).exists():
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     return process
 
@@ -135,16 +135,6 @@ def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130 and "killed by a second Ctrl-C" in err
-    assert left_processes(str(tmp_path)) == []
-
-
-def test_a_killed_agent_leaves_no_worker(tmp_path: Path) -> None:
-    process = start_endless(tmp_path)
-    process.kill()
-    process.communicate(timeout=10)
-    deadline = time.monotonic() + 10
-    while left_processes(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.01)
     assert left_processes(str(tmp_path)) == []
 
 

@@ -1,0 +1,31 @@
+"""Asking the leader of a run under way: what stop and scale share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from paceline.cluster import messages, wire
+from paceline.cluster.link import LeaderLink, NoLeaderError
+from paceline.cluster.rendezvous import Rendezvous
+from paceline.errors import UsageError
+from paceline.watch.folder import RunFolder
+
+_PATIENCE_S = 5.0
+
+
+def ask(folder: RunFolder, message: msgspec.Struct) -> Any:
+    """What the run's leader answers."""
+    place = Rendezvous.of(folder)
+    link = LeaderLink(place.address, place.secret, messages.Steer(), place.fence, _PATIENCE_S)
+    try:
+        answer, fds = link.ask(message)
+    except NoLeaderError:
+        raise UsageError(f"run {folder.id!r} is not running: no agent answers") from None
+    finally:
+        link.close()
+    wire.close_all(fds)
+    if isinstance(answer, messages.Refused):
+        raise UsageError(answer.why)
+    return answer

@@ -1,0 +1,187 @@
+"""The coordinator dies, freezes or is followed by others; terminals come and go; the run does not care."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import HEAD, Going, ended, going, launch, paceline
+
+SCRIPT = (
+    HEAD
+    + """
+import time
+go = run.dir / "go"
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(100):
+    for batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+        run.log(loss=0.0)
+        # From here on it goes only as far as a change of its members needs, until it is let go.
+        while run.step >= 300 and run.step % 10 == 0 and not run._session.board.next_term and not go.exists():
+            time.sleep(0.001)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What an undisturbed run learns."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    text = SCRIPT.replace("run.step >= 300", "False")
+    return launch(folder, text, "-n", "1", "--slots", "4", name="clean").weights
+
+
+def lead_on(run: Going) -> int:
+    """Kill the leader; the process that leads then."""
+    standby = run.wait_for_standby()
+    os.kill(run.leader, signal.SIGKILL)
+    run.wait_for(lambda: run.leader == standby, "the standby's lead")
+    return standby
+
+
+def finish(run: Going) -> None:
+    (run.folder / "go").touch()
+
+
+def test_three_leaders_in_a_row_and_a_worker_afterwards(tmp_path: Path, seed: int, weights: str) -> None:
+    step = random.Random(seed).randrange(1, 250)
+    print(f"from step {step} on")
+    with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4") as run:
+        run.wait_for_step(step)
+        for _ in range(3):
+            lead_on(run)
+        run.kill(1)
+        run.wait_for(run.event("joined"), "a replacement")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights
+    leading = [event["fence"] for event in result.events() if event["event"] == "leading"]
+    assert leading == [2, 3, 4]
+    assert "the standby leads now" in result.err
+    assert result.events()[-1]["event"] == "ended" and result.events()[-1]["exit_code"] == 0
+
+
+def test_coordinator_and_worker_together(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4") as run:
+        run.wait_for_step(20)
+        run.wait_for_standby()
+        pid = run.event("worker started", worker=2)()
+        assert pid is not None
+        os.kill(run.leader, signal.SIGKILL)
+        os.kill(pid["pid"], signal.SIGKILL)
+        run.wait_for(run.event("joined"), "a replacement")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights and result.summary["workers"] == 3
+
+
+def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--lease", "0.5") as run:
+        run.wait_for_step(20)
+        run.wait_for_standby()
+        frozen = run.leader
+        os.kill(frozen, signal.SIGSTOP)
+        run.wait_for(run.event("leading", fence=2), "the standby's lead")
+        run.kill(0)
+        run.wait_for(run.event("joined"), "a replacement")
+        os.kill(frozen, signal.SIGCONT)
+        run.wait_for(run.event("stepped down", fence=1), "the old leader's end")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights
+
+
+def test_the_standby_and_the_nursery_are_replaced(tmp_path: Path, weights: str) -> None:
+    faults = (
+        "--fault",
+        "kill nursery @step 20",
+        "--fault",
+        "kill standby @step 30",
+        "--fault",
+        "kill worker:1 @step 60",
+    )
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", *faults) as run:
+        run.wait_for(run.event("joined"), "a replacement")
+        first = run.event("standby")()
+        run.wait_for(
+            lambda: [e for e in run.lines("events.jsonl") if e["event"] == "standby" and e != first], "another standby"
+        )
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights
+    assert any(event["event"] == "nursery lost" for event in result.events())
+
+
+def test_a_frozen_worker_is_evicted_after_its_lease(tmp_path: Path, weights: str) -> None:
+    flags = ("--lease", "0.5", "--fault", "freeze worker:1 @step 50 for 600s")
+    with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4", *flags) as run:
+        run.wait_for(run.event("joined", worker=3), "a replacement")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights
+    evicted = next(event for event in result.events() if event["event"] == "evicted")
+    assert evicted["worker"] == 1 and "frozen" in evicted["why"]
+
+
+def test_a_worker_that_is_cut_off_trains_on(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--fault", "cut worker:1 @step 50 for 0.5s") as run:
+        run.wait_for_step(290)
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights
+    assert not [event for event in result.events() if event["event"] == "view"]
+
+
+def test_the_terminal_dies_and_another_one_attaches(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4") as run:
+        run.wait_for_step(10)
+        run.process.kill()
+        run.process.wait()
+        finish(run)
+        done = paceline("attach", "it", cwd=tmp_path)
+    assert done.returncode == 0 and weights in done.stderr
+
+
+def test_stop_and_resume(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--checkpoint-every", "50") as run:
+        run.wait_for_step(70)
+        assert paceline("stop", "it", cwd=tmp_path).returncode == 0
+        result = ended(run)
+    assert result.code == 0 and "paceline stop" in result.summary["exit"]
+    (result.folder / "go").touch()
+    resumed = paceline("resume", "it", "-n", "3", cwd=tmp_path)
+    assert resumed.returncode == 0 and weights in resumed.stderr
+    assert "is not running" in paceline("stop", "it", cwd=tmp_path).stderr
+
+
+def test_scale_up_and_down_while_it_trains(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4") as run:
+        run.wait_for_step(10)
+        refused = paceline("scale", "it", "-n", "5", cwd=tmp_path)
+        assert refused.returncode == 2 and "5 workers for 4 slots" in refused.stderr
+        assert paceline("scale", "it", "-n", "4", cwd=tmp_path).returncode == 0
+        run.wait_for(run.event("joined", worker=3), "the fourth worker")
+        assert paceline("scale", "it", "-n", "1", cwd=tmp_path).returncode == 0
+        for worker in (1, 2, 3):
+            run.wait_for(run.event("worker ended", worker=worker, exit_code=0), f"worker {worker}'s leave")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights and result.summary["workers"] == 1
+
+
+def test_sigterm_is_a_clean_leave(tmp_path: Path, weights: str) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4") as run:
+        run.wait_for_step(10)
+        run.kill(0, by=signal.SIGTERM)
+        run.wait_for(run.event("worker ended", worker=0, exit_code=0), "worker 0's leave")
+        run.wait_for(run.event("joined", worker=2), "a replacement")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights
