@@ -15,6 +15,7 @@ from paceline.errors import PacelineError
 _VERBS = {
     "run": "Train a script with N workers.",
     "resume": "Go on with a run from its newest checkpoint.",
+    "rehearse": "Train a script under random faults, and compare.",
     "runs": "List the runs.",
     "show": "Show one run: settings, result, events.",
     "logs": "Print a run's log files.",
