@@ -20,10 +20,10 @@ from paceline.cli import cli
 from paceline.cli.options import runs_option
 from paceline.cli.run import command as run_command
 from paceline.errors import PacelineError, UsageError
-from paceline.faults.judge import HEAD, Outcome, Verdict, as_flags, row, total
+from paceline.faults.judge import HEAD, Outcome, Verdict, row, total
 from paceline.faults.plan import HITS, KINDS, ROLES, Fault, Kind, Role
 from paceline.faults.random import Range, random_plan
-from paceline.faults.rehearsal import Rehearsal
+from paceline.faults.rehearsal import Rehearsal, plan_flags
 from paceline.watch.folder import RunFolder, new_id
 from paceline.watch.lines import aligned
 
@@ -104,7 +104,7 @@ def command(
             _rehearse_all(rehearsal, reference, plans, jobs, verdicts)
         finally:
             verdicts.sort(key=lambda verdict: verdict.seed)
-            _report(rehearsal, verdicts)
+            _report(rehearsal, reference, verdicts)
     return 1 if any(verdict.violations for verdict in verdicts) else 0
 
 
@@ -165,16 +165,15 @@ def _tell(console: Console, verdict: Verdict) -> None:
     console.print(f"seed {verdict.seed}: {how}{verdict.why} ({verdict.seconds:.0f} s): {plan}", markup=False)
 
 
-def _report(rehearsal: Rehearsal, verdicts: Sequence[Verdict]) -> None:
+def _report(rehearsal: Rehearsal, reference: Outcome, verdicts: Sequence[Verdict]) -> None:
     """The table, the lines to run again what went wrong, and all of it as a file."""
     for line in aligned([HEAD, *map(row, verdicts)]):
         click.echo(line)
-    again = ["paceline", "run", *rehearsal.flags]
     for verdict in verdicts:
         if verdict.violations:
-            target = shlex.join(rehearsal.target)
+            flags = [*rehearsal.flags, *plan_flags(verdict.faults, reference)]
             click.echo(f"\nseed {verdict.seed}, in {rehearsal.folder / f'seed-{verdict.seed}'}; again with")
-            click.echo(f"  {shlex.join(again)} {as_flags(verdict.faults)} {target}")
+            click.echo(f"  {shlex.join(['paceline', 'run', *flags, *rehearsal.target])}")
     click.echo(f"\n{total(verdicts)}")
     folder = RunFolder(rehearsal.folder)
     plain = [{**asdict(verdict), "faults": list(map(str, verdict.faults))} for verdict in verdicts]

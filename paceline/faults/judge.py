@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -136,11 +135,3 @@ def total(verdicts: Sequence[Verdict]) -> str:
     if stalls:
         words += f"; stall median {statistics.median(stalls):.2f} s, worst {max(stalls):.2f} s"
     return words
-
-
-def as_flags(faults: Sequence[Fault]) -> str:
-    """
-    >>> as_flags([Fault.parse("kill main @step 5")])
-    "--fault 'kill main @step 5'"
-    """
-    return shlex.join(word for fault in faults for word in ("--fault", str(fault)))

@@ -167,7 +167,7 @@ class Action:
     """One thing to do now. Every end (continue, mend, unslow) may be done twice without harm."""
 
     kind: Deed
-    """"pass": nothing to do, but to be told: the fault's worker is gone."""
+    """A "pass" is only to be told: the fault's worker is gone."""
     role: Role
     """Never "main": that is a worker by the time it is hit."""
     worker: int | None

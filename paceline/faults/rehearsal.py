@@ -27,6 +27,14 @@ _GRACE_S = 5.0
 _REFERENCE_LIMIT_S = 3600.0
 
 
+def plan_flags(faults: Sequence[Fault], reference: Outcome) -> list[str]:
+    """What a run needs besides its own flags to have these faults: and a checkpoint, where only that survives."""
+    flags = [word for fault in faults for word in ("--fault", str(fault))]
+    if any(map(kills_everything, faults)):
+        flags += ["--checkpoint-every", str(max(1, reference.summary["steps"] // 10))]
+    return flags
+
+
 class Interrupted(Exception):
     """The rehearsal was told to stop; what it had started is ended."""
 
@@ -48,16 +56,14 @@ class Rehearsal:
 
     def reference(self) -> Outcome:
         """The run without a fault, to which all others are compared."""
-        return self._run("reference", (), (), _REFERENCE_LIMIT_S)
+        return self._run("reference", (), _REFERENCE_LIMIT_S)
 
     def rehearse(self, seed: int, faults: Sequence[Fault], reference: Outcome) -> Verdict:
         name = f"seed-{seed}"
         # A hang is a violation too; but what a plan itself holds up must not look like one.
         limit_s = self.patience_s + 20.0 * reference.seconds + sum(fault.for_s or 0.0 for fault in faults)
-        everything = any(map(kills_everything, faults))
-        every = max(1, reference.summary["steps"] // 10)
-        outcome = self._run(name, ("--checkpoint-every", str(every)) if everything else (), faults, limit_s)
-        if everything and outcome.code < 0 and not outcome.late and not outcome.summary:
+        outcome = self._run(name, plan_flags(faults, reference), limit_s)
+        if any(map(kills_everything, faults)) and outcome.code < 0 and not outcome.late and not outcome.summary:
             resumed = self._finish(name, ["resume", str(self.folder / name)], limit_s)
             outcome = replace(resumed, seconds=outcome.seconds + resumed.seconds)
         if self.verifies and outcome.summary:
@@ -68,10 +74,9 @@ class Rehearsal:
         """What the run printed."""
         return self.folder / f"{name}.out"
 
-    def _run(self, name: str, flags: Sequence[str], faults: Sequence[Fault], limit_s: float) -> Outcome:
-        plan = [word for fault in faults for word in ("--fault", str(fault))]
+    def _run(self, name: str, plan: Sequence[str], limit_s: float) -> Outcome:
         where = ["--runs", str(self.folder), "--name", name]
-        command = ["run", *where, *self.flags, *flags, *plan, *self.target]
+        command = ["run", *where, *self.flags, *plan, *self.target]
         return self._finish(name, command, limit_s)
 
     def _finish(self, name: str, command: Sequence[str], limit_s: float) -> Outcome:

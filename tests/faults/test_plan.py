@@ -29,7 +29,7 @@ def faults(draw: st.DrawFn, steps: int = 999_999_999, worker: int = 999) -> Faul
         draw(st.integers(0, steps)) if when == "step" else None,
         draw(st.integers(0, 20_000).map(lambda n: n / 1000)) if when == "time" else None,
         draw(THOUSANDTHS) if lasts else None,
-        draw(THOUSANDTHS.map(lambda factor: 1 + factor)) if kind == "slow" else None,
+        draw(st.integers(1001, 99_999).map(lambda n: n / 1000)) if kind == "slow" else None,
     )
 
 
