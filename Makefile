@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types bench docs clean
+.PHONY: help demo test lint types bench rehearse docs clean
 
 help: ## What can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -33,6 +33,9 @@ bench: $(READY) ## The committed benchmarks (long)
 	$(BIN)/python -m benchmarks.same_bits
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.step
+
+rehearse: $(READY) ## 200 random fault plans against a clean run (long: about half a minute a plan on 2 cores)
+	$(BIN)/paceline rehearse --seeds 200 -n 4 --slots 12 --steps 420 benchmarks/rehearsed.py
 
 docs: $(READY) ## Check the documents: links, and the examples in them
 	$(BIN)/python -m pytest tests/test_docs.py

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from paceline.cluster.board import Stop
 from paceline.data.order import mix
 from paceline.session import Session
 from paceline.settings import StopRules
 from paceline.terms import Terms
 
 _EPOCH = mix(301)
-_RULE, _ASKED, _INTERRUPTED = 1, 2, 3
-_WORDS = {_RULE: "a stop rule", _ASKED: "run.stop()", _INTERRUPTED: "Ctrl-C"}
+_RULE, _ASKED, _ALONE, _FROM_OUTSIDE = 1, 2, 3, 4
+"""A worker's wish; what comes from outside is that number plus who asked."""
+_WORDS = {_RULE: "a stop rule", _ASKED: "run.stop()"}
 
 
 class Stopping:
@@ -38,8 +40,11 @@ class Stopping:
         self._due = self._rules.due(steps, time.monotonic() - self._started, mine)
         if self._asked:
             return _ASKED
-        if self._session.board.stop_asked:
-            return _INTERRUPTED
+        board = self._session.board
+        if board.stop:
+            return _FROM_OUTSIDE + board.stop
+        if board.silence_s > self._session.settings.grace:
+            return _ALONE
         return _RULE if self._due else 0
 
     def settle(self, codes: list[int], step: int) -> None:
@@ -48,9 +53,12 @@ class Stopping:
             return
         rank = next(rank for rank, code in enumerate(codes) if code)
         who = self._session.view.members[rank]
-        self.reason = self._asked or self._due or f"{_WORDS[codes[rank]]} on worker {who}"
-        if codes[rank] == _INTERRUPTED:
-            self.reason = "interrupted (Ctrl-C)"
+        if codes[rank] > _FROM_OUTSIDE:
+            self.reason = Stop(codes[rank] - _FROM_OUTSIDE).words
+        elif codes[rank] == _ALONE:
+            self.reason = f"no coordinator for {self._session.settings.grace:g} s"
+        else:
+            self.reason = self._asked or self._due or f"{_WORDS[codes[rank]]} on worker {who}"
         if self._session.is_main:
             self._session.folder.event("stopping", self.reason, step=step, worker=who)
 

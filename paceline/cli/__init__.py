@@ -18,6 +18,7 @@ _VERBS = {
     "attach": "Get the view of a run under way back.",
     "stop": "Stop a run after its step.",
     "scale": "Change a run's number of workers while it trains.",
+    "rehearse": "Train a script under random faults, and compare.",
     "runs": "List the runs.",
     "show": "Show one run: settings, result, events.",
     "logs": "Print a run's log files.",

@@ -22,8 +22,9 @@ def command(run: str, kill: bool, runs: Path) -> None:
     paceline resume last      goes on later
     """
     from paceline.cli.asking import ask
+    from paceline.cluster.board import Stop as Asked
     from paceline.cluster.messages import Stop
 
     folder = RunFolder.find(runs, run)
-    ask(folder, Stop("killed by `paceline stop --kill`" if kill else "stopped by `paceline stop`", kill))
+    ask(folder, Stop(Asked.COMMAND, kill))
     click.echo(f"{folder.id} {'was killed' if kill else 'stops after this step'}")

@@ -26,6 +26,24 @@ class Abort(enum.IntEnum):
     STOPPING = 2
 
 
+class Stop(enum.IntEnum):
+    """Who has asked from outside that the run stop after its step."""
+
+    NONE = 0
+    CTRL_C = 1
+    COMMAND = 2
+    SIGTERM = 3
+
+    @property
+    def words(self) -> str:
+        return ("", "interrupted (Ctrl-C)", "stopped by `paceline stop`", "told to end (SIGTERM)")[self]
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that has stopped for it; a stop that was asked for by a command is a success."""
+        return (0, 130, 0, 143)[self]
+
+
 class Phase(enum.IntEnum):
     """What a worker is doing, in words that fit behind «worker 2 is …»."""
 
@@ -125,12 +143,12 @@ class Board:
         self._words[_MAIN_READY] = int(value)
 
     @property
-    def stop_asked(self) -> bool:
-        """The user asked for a clean stop (Ctrl-C once)."""
-        return bool(self._words[_STOP])
+    def stop(self) -> Stop:
+        """A clean stop that was asked for."""
+        return Stop(self._words[_STOP])
 
-    @stop_asked.setter
-    def stop_asked(self, value: bool) -> None:
+    @stop.setter
+    def stop(self, value: Stop) -> None:
         self._words[_STOP] = int(value)
 
     @property

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster import messages
-from paceline.cluster.board import Abort, Board, Phase, Seen
+from paceline.cluster.board import Abort, Board, Phase, Seen, Stop
 from paceline.cluster.connection import Connection
 from paceline.cluster.crew import Crew, NurseryError, Worker
 from paceline.cluster.desk import Desk, Key
@@ -140,7 +140,7 @@ class Leader:
             if standing is Standing.GONE:
                 self._board.bury(number)
         self._board.next_term = membership.pending.term if membership.pending else 0
-        self._board.stop_asked = bool(self._ledger.stop)
+        self._board.stop = self._ledger.stop
         if self._ledger.failure is not None:
             self._board.abort = Abort.WORKER_LOST
 
@@ -166,7 +166,7 @@ class Leader:
         self._run_standby(now)
         self._inject(rows, now - self._ledger.started)
         if self._signalled and not self._ledger.stop:
-            self._stop("SIGTERM", "the agent was told to end (SIGTERM)")
+            self._stop(Stop.SIGTERM, "the agent was told to end (SIGTERM)")
         if self._ledger.failure is not None and now - self._ledger.failure.at > _GRACE_S:
             self._crew.kill_all()
 
@@ -220,7 +220,7 @@ class Leader:
             if not {"-h", "--help"} & set(self._job.arguments):
                 self._folder.event("over", why, notice=why)
             return 130 if ledger.killed else 0
-        return {"Ctrl-C": 130, "SIGTERM": 143}.get(ledger.stop, 0)
+        return ledger.stop.exit_code
 
     def _end_failed(self, failure: Failure) -> int:
         of_worker = failure.worker >= 0 and failure.exit_code != 2
@@ -257,14 +257,14 @@ class Leader:
             self._save()
             self._board.abort = Abort.WORKER_LOST
 
-    def _stop(self, code: str, why: str, kill: bool = False) -> None:
+    def _stop(self, who: Stop, why: str, kill: bool = False) -> None:
         """After this step, or at once."""
-        self._ledger.stop = self._ledger.stop or code
+        self._ledger.stop = self._ledger.stop or who
         if kill:
             self._ledger.killed = why
         self._save()
         self._folder.event("stop asked for", why)
-        self._board.stop_asked = True
+        self._board.stop = self._ledger.stop
         if kill:
             self._board.abort = Abort.STOPPING
             self._crew.kill_all()
@@ -359,7 +359,7 @@ class Leader:
                 self._folder.event("leaving", "it was told to end (SIGTERM)", worker=number)
                 self._follow_up(self._membership.leave(number))
         if self._membership.all_leave and not self._ledger.stop:
-            self._stop("SIGTERM", "every worker was told to end")
+            self._stop(Stop.SIGTERM, "every worker was told to end (SIGTERM)")
 
     def _send_newcomers_home(self) -> None:
         """The members have finished: whoever is still on the way comes too late."""
@@ -456,8 +456,8 @@ class Leader:
                 self._folder.event("standby", "it can take over", pid=self._standby_pid(), leader=os.getpid())
             case messages.Steer():
                 peer.send(messages.Done())
-            case messages.Stop(why, kill):
-                self._stop("Ctrl-C" if why == "Ctrl-C" else "stopped", why, kill)
+            case messages.Stop(who, kill):
+                self._stop(who, _kill_words(who) if kill else who.words, kill)
                 peer.send(messages.Done())
             case messages.Scale(count):
                 peer.send(self._scale(count))
@@ -559,6 +559,10 @@ class Leader:
     def _unshare_kept(self, name: str) -> None:
         for peer in self._desk.shadows:
             peer.send(messages.Release(name))
+
+
+def _kill_words(who: Stop) -> str:
+    return "killed by a second Ctrl-C" if who is Stop.CTRL_C else "killed by `paceline stop --kill`"
 
 
 def _pidfd_name(worker: int) -> str:

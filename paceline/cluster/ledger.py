@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.cluster.board import Stop
 from paceline.cluster.membership import Instruction, Membership, Publish, Start, View
 
 
@@ -37,8 +38,7 @@ class Ledger(msgspec.Struct):
     """Exit codes of the workers that have ended."""
     deaths: int = 0
     failure: Failure | None = None
-    stop: str = ""
-    """Why a stop was asked for."""
+    stop: Stop = Stop.NONE
     killed: str = ""
     """Why all were killed."""
     faults: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.cluster.board import Stop as Asked
 from paceline.cluster.wire import decoder
 
 # a worker
@@ -144,7 +145,7 @@ class Steer(msgspec.Struct, tag=True):
 class Stop(msgspec.Struct, tag=True):
     """Stop after this step (with a checkpoint, if the run writes them), or kill all at once."""
 
-    why: str
+    who: Asked
     kill: bool = False
 
 

@@ -23,6 +23,9 @@ class Rendezvous:
     @staticmethod
     def create(folder: RunFolder) -> Rendezvous:
         """Fresh ones for a run that starts now. The secret is for this user's eyes only."""
+        left = folder.read_json(folder.agent).get("store")
+        if left:  # everything was killed at once
+            Path(left).unlink(missing_ok=True)
         unique = secrets.token_hex(8)
         folder.secret.unlink(missing_ok=True)
         place = Rendezvous(

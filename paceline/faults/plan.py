@@ -133,18 +133,6 @@ class Fault:
             return step >= self.step
         return seconds >= (self.time_s or 0.0)
 
-    # Until the agent carries out a Plan: what today's agent asks of a fault, for kills of workers only.
-
-    @property
-    def text(self) -> str:
-        return str(self)
-
-    def due(self, rows: Sequence[Any], seconds: float) -> int | None:
-        row = rows[0] if self.role == "main" else next((row for row in rows if row.worker == self.worker), None)
-        if self.kind != "kill" or row is None or not self.reached(row.step, seconds):
-            return None
-        return int(row.worker)
-
 
 def _refuse(text: str, why: str, kind: str) -> NoReturn:
     raise UsageError(f"--fault {text!r}: {why}; such as '{_EXAMPLES[kind]}'")
@@ -167,7 +155,7 @@ class Action:
     """One thing to do now. Every end (continue, mend, unslow) may be done twice without harm."""
 
     kind: Deed
-    """"pass": nothing to do, but to be told: the fault's worker is gone."""
+    """A "pass" is only to be told: the fault's worker is gone."""
     role: Role
     """Never "main": that is a worker by the time it is hit."""
     worker: int | None

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.cluster import messages, wire
-from paceline.cluster.board import Board
+from paceline.cluster.board import Board, Stop
 from paceline.cluster.link import LeaderLink
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.watch.folder import RunFolder
@@ -111,7 +111,7 @@ class Viewer:
         try:
             if not self._link.connected:
                 self._connect()
-            self._link.send(messages.Stop("killed by a second Ctrl-C" if kill else "Ctrl-C", kill))
+            self._link.send(messages.Stop(Stop.CTRL_C, kill))
         except OSError:
             self._link.close()
             self._answered -= 1  # there may be a new leader by the next tick

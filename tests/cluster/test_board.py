@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cluster.board import Abort, Board, Phase
+from paceline.cluster.board import Abort, Board, Phase, Stop
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def boards() -> Iterator[tuple[Board, Board]]:
 
 def test_the_header_is_seen_through_the_other_mapping(boards: tuple[Board, Board]) -> None:
     agent, worker = boards
-    assert (worker.abort, worker.main_ready, worker.stop_asked) == (Abort.NONE, False, False)
+    assert (worker.abort, worker.main_ready, worker.stop) == (Abort.NONE, False, Stop.NONE)
     assert not worker.abort, "the waiting loops ask for its truth"
     agent.abort = Abort.WORKER_LOST
-    agent.stop_asked = True
+    agent.stop = Stop.CTRL_C
     worker.main_ready = True
-    assert worker.abort is Abort.WORKER_LOST and worker.stop_asked and agent.main_ready
-    agent.abort, agent.stop_asked, worker.main_ready = Abort.NONE, False, False
-    assert (worker.abort, worker.main_ready, worker.stop_asked) == (Abort.NONE, False, False)
+    assert worker.abort is Abort.WORKER_LOST and worker.stop and agent.main_ready
+    agent.abort, agent.stop, worker.main_ready = Abort.NONE, Stop.NONE, False
+    assert (worker.abort, worker.main_ready, worker.stop) == (Abort.NONE, False, Stop.NONE)
 
 
 def test_the_dead_are_said_to_be_gone_and_nothing_else_changes(boards: tuple[Board, Board]) -> None:
@@ -57,7 +57,7 @@ def test_the_next_term_is_announced_and_withdrawn(boards: tuple[Board, Board]) -
     assert worker.next_term == 0
     agent.next_term = 1 << 40
     assert worker.next_term == 1 << 40
-    assert (worker.abort, worker.main_ready, worker.stop_asked) == (Abort.NONE, False, False)
+    assert (worker.abort, worker.main_ready, worker.stop) == (Abort.NONE, False, Stop.NONE)
     agent.next_term = 0
     assert worker.next_term == 0
 
@@ -84,7 +84,7 @@ def test_a_row_is_seen_through_the_other_mapping_and_no_other_row_changes(boards
     assert seen.place == "train.py:12 – größer"
     assert 0 <= seen.since_s < 60
     assert [agent.see(0), agent.see(2)] == before
-    assert (agent.abort, agent.main_ready, agent.stop_asked) == (Abort.NONE, False, False)
+    assert (agent.abort, agent.main_ready, agent.stop) == (Abort.NONE, False, Stop.NONE)
 
 
 def test_describing_one_thing_leaves_the_other(boards: tuple[Board, Board]) -> None:
@@ -151,11 +151,11 @@ def test_another_process_writes_the_board(boards: tuple[Board, Board]) -> None:
     code = (
         "import sys; from paceline.cluster.board import Board, Phase\n"
         "board = Board(int(sys.argv[1]), 3); row = board.row(1)\n"
-        "assert board.stop_asked\n"
+        "assert board.stop\n"
         "row.enter(Phase.EVALUATE); row.progress(5, 1, 99); board.main_ready = True\n"
         "assert 'torch' not in sys.modules"
     )
-    agent.stop_asked = True
+    agent.stop = Stop.CTRL_C
     subprocess.run([sys.executable, "-c", code, str(agent.fd)], pass_fds=[agent.fd], check=True, timeout=60)
     seen = agent.see(1)
     assert (seen.phase, seen.step, seen.samples, agent.main_ready) == (Phase.EVALUATE, 5, 99, True)

@@ -1,4 +1,4 @@
-"""What benchmarks/kills.py trains: small, but with everything that could lose its place."""
+"""What `make rehearse` trains: small, but with everything that could lose its place."""
 
 from __future__ import annotations
 
