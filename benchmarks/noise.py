@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from paceline.cluster import wire
-from paceline.cluster.messages import After, Done, Failed, Get, Granted, Hello, Next, Notice, Put, Segment, Welcome
+from paceline.cluster.messages import After, Done, Failed, Get, Granted, Hello, Next, Put, Segment, Value, Welcome
 
 _VALID = [
     wire.encode(message)
@@ -24,7 +24,7 @@ _VALID = [
         Put("store", "29500"),
         Get("store"),
         Failed("boom", "Traceback…", 2, True),
-        Notice("größe"),
+        Value("größe"),
         Done(),
     )
 ]

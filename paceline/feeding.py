@@ -108,6 +108,7 @@ class Feeding:
         number = number if known == epoch else 0
         aimed = stepper.mine
         feed.start(epoch, number, aimed)
+        stepper.gaps.begin()
         self._session.left = None
         self._terms.catching_up = False
         try:

@@ -37,6 +37,7 @@ class Keeping:
                 "metrics": run.metrics,
                 "stopped": run.stopped,
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
+                "longest_gap_s": stepper.gaps.longest_s,
                 "positions": run._feeding.capture(),
             }
         )
@@ -54,6 +55,7 @@ class Keeping:
         run.metrics.update(tree["metrics"])
         run._stopping.reason = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
+        stepper.gaps.longest_s = tree["longest_gap_s"]
         run._feeding.restore(tree["positions"])
 
     def resume(self, path: Path) -> None:

@@ -198,6 +198,7 @@ class Run:
         limit = min(count, self.settings.steps or count)
         self._session.row.describe(total_steps=limit)
         self.terms.catching_up = False
+        stepper.gaps.begin()
         try:
             for number in range(stepper.step, limit):
                 stepper.begin(None)

@@ -147,6 +147,11 @@ class Session:
         return not self.joining and self.view.members[0] == self.worker
 
     @property
+    def slower(self) -> float:
+        """How many times as long this worker should take: a fault on purpose."""
+        return self.board.slow(self.worker)
+
+    @property
     def launched(self) -> bool:
         return self.ticket is not None
 

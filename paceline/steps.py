@@ -20,6 +20,7 @@ from paceline.data.loader import Feed, leading_size, map_tensors, place
 from paceline.data.order import mix
 from paceline.data.random import set_seed
 from paceline.errors import MismatchError, UsageError
+from paceline.gaps import Gaps
 from paceline.session import Session, user_line
 from paceline.strategies.base import Point, Strategy
 from paceline.tensors.peers import Peers, TermEnded
@@ -137,6 +138,9 @@ class Stepper:
         self.summed = False
         """Whether shares' gradients are added instead of averaged."""
         self.split = TimeSplit()
+        self.gaps = Gaps()
+        self.redone = 0
+        """Shares that this worker has computed for others who were lost."""
         self._flat_unseeded = self._is_flat = False
         self._counts: dict[int, int] = {}
         """Samples of each share that this worker has taken at the point in hand."""
@@ -189,6 +193,7 @@ class Stepper:
         if not self._met:
             self.samples += sum(map(self.batch.count, self.batch.loaded)) if self.batch else 1
         self.step += 1
+        self.gaps.step()
         self._row.progress(self.step, self.epoch, self.samples)
 
     def abandon(self) -> bool:
@@ -252,6 +257,7 @@ class Stepper:
                     lost = [rank for rank, member in enumerate(members) if member not in self._session.view.members]
                     rest = plan.without(frozenset(lost))
                     due = self._strategy.carry_on(point, rest, kept)
+                    self.redone += len(due)
                     mine = set(rest.leaves_of(self._peers.rank)) - set(due)
                     self._counts = {leaf: count for leaf, count in self._counts.items() if leaf in mine}
         except GeneratorExit:
@@ -286,9 +292,13 @@ class Stepper:
         if weight and not only:  # an only share goes on with the numbers of the code around it
             set_seed(mix(self._seed, _IN_SHARE, self.step, self.call, leaf), self.device)
         self._strategy.weigh(weight)
+        begun = time.perf_counter()
         if weight:
             yield share
         start = time.perf_counter()
+        slower = self._session.slower
+        if slower > 1.0:
+            time.sleep((slower - 1.0) * (start - begun))
         self._strategy.fold(leaf)
         self.split.communication += time.perf_counter() - start
 

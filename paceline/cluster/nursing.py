@@ -134,7 +134,7 @@ class Nursery:
     @staticmethod
     def connect(address: str, secret: bytes) -> Nursery:
         """For an agent that takes over. OSError if no nursery listens there (any more)."""
-        return Nursery(_Line(address, secret, _REPORT).take())
+        return Nursery(wire.connect(address, secret))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -208,13 +208,6 @@ class Nursery:
         held, self._held = self._held or [], None
         for request in held:
             self._send(request)
-
-
-class _Line(wire.Link):
-    """A link whose other side speaks unasked: only its handshake is used."""
-
-    def take(self) -> socket.socket:
-        return self._socket
 
 
 def _readable(fd: int, wait_s: float) -> bool:

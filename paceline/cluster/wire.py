@@ -239,25 +239,3 @@ def _knock(sock: socket.socket, address: str, secret: bytes, binding: bytes) -> 
     why = _shake(sock, side, _CONNECT_S)
     if why:
         raise ConnectionClosed(f"{address}: the handshake failed: {why}")
-
-
-class Link:
-    """The side that asks: one request at a time."""
-
-    def __init__(self, address: str, secret: bytes, expected: Decoder) -> None:
-        self._expected = expected
-        self._socket = connect(address, secret)
-
-    def ask(self, message: msgspec.Struct) -> tuple[Any, list[int]]:
-        send(self._socket, message)
-        return receive(self._socket, self._expected)
-
-    def tell(self, message: msgspec.Struct) -> None:
-        """Say it if anybody listens: an agent that died must not end the training."""
-        try:
-            self.ask(message)
-        except OSError:
-            return
-
-    def close(self) -> None:
-        self._socket.close()

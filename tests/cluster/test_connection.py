@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from paceline.cluster import wire
 from paceline.cluster.connection import Connection, Ended, Received
-from paceline.cluster.messages import ANY, Done, Failed, Granted, Hello, Notice, Put
+from paceline.cluster.messages import ANY, Done, Failed, Granted, Hello, Put, Value
 
 Pair = tuple[Connection, socket.socket]
 GONE = Ended("the other side closed the connection", False)
-MESSAGES = [Hello(3, 4321), Put("key", "größe"), Notice(""), Failed("x" * 3000, "y", 1, False), Done()]
+MESSAGES = [Hello(3, 4321), Put("key", "größe"), Value(""), Failed("x" * 3000, "y", 1, False), Done()]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_the_last_words_count(pair: Pair) -> None:
 
 
 def test_a_long_message_takes_several_turns(pair: Pair) -> None:
-    message = Notice("x" * 5_000_000)
+    message = Value("x" * 5_000_000)
     sender = threading.Thread(target=wire.send, args=(pair[1], message))
     sender.start()
     turns, found = 0, []
@@ -104,8 +104,8 @@ def test_a_length_over_the_limit_is_foul(pair: Pair, length: int) -> None:
 def test_the_limit_can_be_lower() -> None:
     ours, theirs = socket.socketpair()
     connection = Connection(ours, ANY, largest=100)
-    theirs.sendall(wire.encode(Notice("x" * 50)) + wire.encode(Notice("x" * 100)))
-    assert [received.message for received in connection.receive()] == [Notice("x" * 50)]
+    theirs.sendall(wire.encode(Value("x" * 50)) + wire.encode(Value("x" * 100)))
+    assert [received.message for received in connection.receive()] == [Value("x" * 50)]
     assert connection.ended is not None and connection.ended.foul
     connection.close()
     theirs.close()
@@ -162,7 +162,7 @@ def test_descriptors_wait_for_the_rest_of_their_message(pair: Pair) -> None:
 @pytest.mark.parametrize("ending", ["garbage", "closed", "too many at once", "too many in pieces"])
 def test_descriptors_of_no_message_are_closed(pair: Pair, ending: str) -> None:
     before, fd = open_descriptors(), memfd(b"unwanted")
-    half = wire.encode(Notice("x" * 100))[:50]
+    half = wire.encode(Value("x" * 100))[:50]
     if ending == "garbage":
         socket.send_fds(pair[1], [struct.pack("<I", 1) + b"\xc1"], [fd])
     elif ending == "closed":
@@ -186,7 +186,7 @@ def test_descriptors_of_no_message_are_closed(pair: Pair, ending: str) -> None:
 
 def test_what_is_not_taken_at_once_waits(pair: Pair) -> None:
     fd = memfd(b"board")
-    long = Notice("x" * 900_000)
+    long = Value("x" * 900_000)
     for message, fds in ((long, ()), (Granted(1), (fd,)), (Done(), ())):
         pair[0].send(message, fds)
     os.close(fd)
@@ -212,7 +212,7 @@ def test_one_who_never_reads_is_given_up(pair: Pair) -> None:
     fd, before = memfd(b"board"), open_descriptors()
     sent = 0
     while pair[0].ended is None and sent < 100:
-        pair[0].send(Notice("x" * 100_000), (fd,))
+        pair[0].send(Value("x" * 100_000), (fd,))
         sent += 1
     assert 10 < sent < 20
     assert pair[0].ended is not None and pair[0].ended.foul and "does not read" in pair[0].ended.why
@@ -230,5 +230,5 @@ def test_one_who_is_gone_is_no_error(pair: Pair) -> None:
 
 def test_a_message_over_the_limit_is_our_own_mistake(pair: Pair) -> None:
     with pytest.raises(ValueError, match="over the limit"):
-        pair[0].send(Notice("x" * (wire.LARGEST + 1)))
+        pair[0].send(Value("x" * (wire.LARGEST + 1)))
     assert pair[0].ended is None

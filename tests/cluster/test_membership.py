@@ -14,22 +14,28 @@ class Runs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.membership = Membership(wanted=4, spare_starts=6)
+        self.membership = Membership.begin(wanted=4, starts_left=6)
         self.alive = set(range(4))
         self.starting: set[int] = set()
         self.published = [View(1, (0, 1, 2, 3))]
         self.after_death: dict[int, View] = {}
         self.over = False
+        self.killed: list[int] = []
 
     def follow(self, instructions: list[Instruction]) -> None:
+        self.carry_out(instructions)
+        while self.killed:
+            self.carry_out(self.membership.died(self.killed.pop(), "was killed by SIGKILL"))
+
+    def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             assert getattr(instruction, "why", None), "every instruction has its reason"
             match instruction:
-                case Publish(view, joins, _):
+                case Publish(view, agreed, _):
                     assert view.term > self.published[-1].term, "terms only grow"
                     assert set(view.members) <= self.alive, "a published view names nobody who is dead"
                     assert len(set(view.members)) == len(view.members)
-                    if not joins:
+                    if not agreed:
                         for term in range(1, view.term):
                             self.after_death.setdefault(term, view)
                     self.published.append(view)
@@ -40,6 +46,7 @@ class Runs(RuleBasedStateMachine):
                 case Kill(worker, _):
                     self.alive.discard(worker)
                     self.starting.discard(worker)
+                    self.killed.append(worker)
                 case GiveUp():
                     self.over = True
 
@@ -60,11 +67,27 @@ class Runs(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.over and self.membership.pending is not None)
     @rule()
-    def the_join_happens(self) -> None:
-        pending = self.membership.pending
+    def the_pending_change_happens(self) -> None:
+        settled, pending = self.membership.settled, self.membership.pending
         assert pending is not None
-        self.follow(self.membership.healed(pending.members[-1]))
+        if len(pending.members) > len(settled.members):
+            self.follow(self.membership.healed(pending.members[-1]))
+            assert self.membership.settled == pending
+            return
+        for leaver in [member for member in settled.members if member not in pending.members]:
+            self.alive.discard(leaver)
+            self.follow(self.membership.left(leaver))
         assert self.membership.settled == pending
+
+    @precondition(lambda self: not self.over)
+    @rule(data=st.data())
+    def someone_is_told_to_go(self, data: st.DataObject) -> None:
+        self.follow(self.membership.leave(data.draw(st.sampled_from(sorted(self.alive)))))
+
+    @precondition(lambda self: not self.over)
+    @rule(wanted=st.integers(1, 6))
+    def another_number_is_asked_for(self, wanted: int) -> None:
+        self.follow(self.membership.scale(wanted))
 
     @rule(worker=st.integers(0, 12))
     def a_late_word_changes_nothing(self, worker: int) -> None:
@@ -81,17 +104,17 @@ class Runs(RuleBasedStateMachine):
         settled, pending = self.membership.settled, self.membership.pending
         assert set(settled.members) <= self.alive
         if pending is not None:
-            assert pending.members[:-1] == settled.members, "a join adds one, at the end"
+            joins = pending.members[:-1] == settled.members
+            assert joins or (set(pending.members) < set(settled.members) and pending.members), "one change at a time"
             # Whoever is in the settled view and whoever is in the pending one find the same view after a death.
             assert settled.term not in self.after_death and pending.term not in self.after_death
-        coming = sum(1 for s in self.membership.standing.values() if s in (Standing.STARTING, Standing.READY))
-        assert len(settled.members) + coming <= self.membership.wanted
 
     @invariant()
     def replacements_come_while_there_are_spares(self) -> None:
-        if not self.over and self.membership.spare_starts:
-            coming = sum(1 for s in self.membership.standing.values() if s in (Standing.STARTING, Standing.READY))
-            assert len(self.membership.settled.members) + coming == self.membership.wanted
+        membership = self.membership
+        if not self.over and membership.starts_left:
+            known = (Standing.STARTING, Standing.READY, Standing.MEMBER, Standing.LEAVING)
+            assert sum(1 for standing in membership.standing.values() if standing in known) >= membership.wanted
 
 
 Runs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -99,7 +122,7 @@ TestMembership = Runs.TestCase
 
 
 def test_a_death_is_answered_by_the_rest_and_a_replacement() -> None:
-    out = Membership(wanted=3, spare_starts=1).died(1, "was killed by SIGKILL")
+    out = Membership.begin(wanted=3, starts_left=1).died(1, "was killed by SIGKILL")
     assert out == [
         Publish(View(2, (0, 2)), False, "worker 1 was killed by SIGKILL"),
         Start(3, "worker 1 was killed by SIGKILL"),
@@ -107,7 +130,7 @@ def test_a_death_is_answered_by_the_rest_and_a_replacement() -> None:
 
 
 def test_a_death_while_another_joins_goes_on_without_the_newcomer() -> None:
-    membership = Membership(wanted=3, spare_starts=9)
+    membership = Membership.begin(wanted=3, starts_left=9)
     membership.died(1, "x")
     assert membership.ready(3) == [Publish(View(3, (0, 2, 3)), True, "worker 3 is ready to join")]
     out = membership.died(0, "y")
@@ -117,7 +140,7 @@ def test_a_death_while_another_joins_goes_on_without_the_newcomer() -> None:
 
 
 def test_a_death_after_the_join_keeps_the_newcomer() -> None:
-    membership = Membership(wanted=2, spare_starts=9)
+    membership = Membership.begin(wanted=2, starts_left=9)
     membership.died(1, "x")
     membership.ready(2)
     membership.healed(2)
@@ -125,7 +148,7 @@ def test_a_death_after_the_join_keeps_the_newcomer() -> None:
 
 
 def test_a_newcomer_that_dies_as_it_joins_leaves_a_view_of_the_old_members() -> None:
-    membership = Membership(wanted=2, spare_starts=9)
+    membership = Membership.begin(wanted=2, starts_left=9)
     membership.died(1, "x")
     membership.ready(2)
     out = membership.died(2, "y")
@@ -134,4 +157,43 @@ def test_a_newcomer_that_dies_as_it_joins_leaves_a_view_of_the_old_members() -> 
 
 
 def test_the_last_one_gone_is_the_end() -> None:
-    assert Membership(wanted=1, spare_starts=5).died(0, "x") == [GiveUp("worker 0 x, and no worker is left")]
+    assert Membership.begin(wanted=1, starts_left=5).died(0, "x") == [GiveUp("worker 0 x, and no worker is left")]
+
+
+def test_a_leave_is_a_change_that_all_agree_on() -> None:
+    membership = Membership.begin(wanted=3, starts_left=9)
+    assert membership.leave(0) == [Publish(View(2, (1, 2)), True, "worker 0 leaves")]
+    assert membership.left(0) == [Start(3, "worker 0 left")]
+    assert membership.settled == View(2, (1, 2)) and membership.pending is None
+
+
+def test_a_death_overtakes_a_leave_and_the_leave_is_announced_again() -> None:
+    membership = Membership.begin(wanted=3, starts_left=0)
+    membership.leave(2)
+    out = membership.died(1, "x")
+    assert out == [
+        Publish(View(3, (0, 2)), False, "worker 1 x"),
+        Publish(View(4, (0,)), True, "worker 2 leaves"),
+    ]
+
+
+def test_who_has_left_already_when_a_death_overtakes_is_waited_for_once_more() -> None:
+    membership = Membership.begin(wanted=3, starts_left=0)
+    membership.leave(2)
+    membership.died(1, "x")
+    membership.pending = None  # as if the death had come before the second announcement
+    assert membership.left(2) == [Publish(View(4, (0,)), False, "worker 2 left")]
+
+
+def test_scaling_down_keeps_main_and_scaling_up_starts_more() -> None:
+    membership = Membership.begin(wanted=2, starts_left=9)
+    assert [type(i) for i in membership.scale(4)] == [Start, Start]
+    assert [i.worker for i in membership.scale(1) if isinstance(i, Kill)] == [3, 2]
+    assert membership.pending == View(2, (0,))
+
+
+def test_when_all_are_told_to_go_nobody_does() -> None:
+    membership = Membership.begin(wanted=2, starts_left=9)
+    membership.leave(0)
+    membership.leave(1)
+    assert membership.all_leave

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import memory
+from paceline.cluster.kept import Kept
 from paceline.cluster.memory import Segments, available_bytes, words
 from paceline.cluster.messages import Granted, Refused
 
@@ -18,9 +19,10 @@ MIB = 1 << 20
 
 @pytest.fixture
 def segments() -> Iterator[Segments]:
-    made = Segments(limit=8 * MIB)
+    kept = Kept()
+    made = Segments(8 * MIB, kept)
     yield made
-    made.close()
+    kept.close()
 
 
 def test_the_first_who_asks_makes_it_and_the_rest_share_it(segments: Segments) -> None:
@@ -77,11 +79,12 @@ def test_the_limit_is_for_all_segments_together(segments: Segments) -> None:
 def test_what_the_machine_has_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * MIB)
     for limit in (0, 100 * MIB):
-        segments = Segments(limit)
+        kept = Kept()
+        segments = Segments(limit, kept)
         answer, fd = segments.grant("a", 3 * MIB, 2)
         assert fd is None and isinstance(answer, Refused) and "2 MiB is free" in answer.why
         assert segments.grant("a", 2 * MIB, 2)[0] == Granted(2 * MIB)
-        segments.close()
+        kept.close()
 
 
 def test_a_kernel_that_says_no_is_quoted_and_nothing_leaks(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +132,10 @@ def test_whoever_has_a_forgotten_segment_mapped_keeps_it(segments: Segments) -> 
 
 
 def test_closing_gives_everything_back() -> None:
-    segments = Segments(0)
+    kept = Kept()
+    segments = Segments(0, kept)
     fds = [segments.grant(name, 4096, 1)[1] for name in "abc"]
-    segments.close()
+    kept.close()
     for fd in fds:
         assert fd is not None
         with pytest.raises(OSError):

@@ -16,9 +16,10 @@ import pytest
 from paceline.cluster import tls, wire
 from paceline.cluster.connection import Connection
 from paceline.cluster.door import Door
-from paceline.cluster.messages import ANY, Hello, Notice
+from paceline.cluster.messages import ANY, Hello, Value
 from paceline.cluster.tls import Identity
 from paceline.errors import UsageError
+from tests.cluster.asking import Link
 from tests.cluster.visitors import SECRET, hung_up, knocking, serve, serve_refusals
 
 House = tuple[int, Door]
@@ -79,11 +80,11 @@ class Between:
 
 def test_messages_pass_and_an_eavesdropper_reads_nothing(house: House) -> None:
     between = Between(house[0])
-    long = Notice("this is told to nobody else " * 10_000)
+    long = Value("this is told to nobody else " * 10_000)
     answers: list[object] = []
 
     def visit() -> None:
-        link = wire.Link(f"tls://127.0.0.1:{between.port}", SECRET, ANY)
+        link = Link(f"tls://127.0.0.1:{between.port}", SECRET, ANY)
         answers.append(link.ask(Hello(7, 4711))[0])
         answers.append(link.ask(long)[0])
         link.close()

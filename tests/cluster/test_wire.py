@@ -28,7 +28,6 @@ from paceline.cluster.messages import (
     Healed,
     Hello,
     Next,
-    Notice,
     Put,
     Ready,
     Refused,
@@ -36,7 +35,8 @@ from paceline.cluster.messages import (
     Value,
     Welcome,
 )
-from paceline.cluster.wire import SECRET_BYTES, ConnectionClosed, Link
+from paceline.cluster.wire import SECRET_BYTES, ConnectionClosed
+from tests.cluster.asking import Link
 
 SECRET = bytes(range(SECRET_BYTES))
 Pair = tuple[socket.socket, socket.socket]
@@ -66,8 +66,8 @@ WELCOME = Welcome(rows=108, term=3, members=[0, 2, 5], deaths=2)
 MESSAGES = [
     Hello(3, 4321),
     WELCOME,
-    Ready(9),
-    Healed(9),
+    Ready(),
+    Healed(),
     After(3),
     Entering(4),
     Next(5, [2, 0, 7], 3),
@@ -77,7 +77,7 @@ MESSAGES = [
     Get("store"),
     Value("größe\n"),
     Failed("boom", "Traceback…", 2, True),
-    Notice(""),
+    Value(""),
     Done(),
     Refused("no"),
 ]
@@ -371,7 +371,7 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
     os.close(fds[0])
     with pytest.raises(OSError):
         link.ask(Done())
-    link.tell(Notice("to nobody"))  # an agent that died must not end the training
+    link.tell(Value("to nobody"))  # an agent that died must not end the training
     link.close()
 
 

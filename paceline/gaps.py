@@ -1,0 +1,40 @@
+"""How evenly a run steps: the time from one step to the next, its median and the longest."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+_LAST = 1024
+
+
+class Gaps:
+    """Within one loop over a loader: what a script does between two loops (an evaluation) is no gap."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._last: list[float] = []
+        self._steps = 0
+        self._mark: float | None = None
+
+    def begin(self) -> None:
+        """A loop begins."""
+        self._mark = time.perf_counter()
+
+    def step(self) -> None:
+        """A step is over."""
+        now = time.perf_counter()
+        if self._mark is not None:
+            gap = now - self._mark
+            self.longest_s = max(self.longest_s, gap)
+            if len(self._last) < _LAST:
+                self._last.append(gap)
+            else:
+                self._last[self._steps % _LAST] = gap
+            self._steps += 1
+        self._mark = now
+
+    @property
+    def median_s(self) -> float:
+        """Of the last thousand."""
+        return statistics.median(self._last) if self._last else 0.0
