@@ -150,6 +150,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder) / "case.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--case", name, "--device", options.device]
         command += ["--pairs", str(options.pairs), "--out", str(out), *(["--small"] if options.small else [])]
+        command += ["--batch", str(options.batch)]
         command += ["--by-flag"] if options.by_flag else []
         env = {**os.environ, "PACELINE_RUNS": str(Path(folder) / "runs")}
         try:
@@ -176,6 +177,7 @@ def everything(options: argparse.Namespace) -> int:
         "versions": {name: version_of(name) for name in ("accelerate", "lightning-fabric", "lightning", "numpy")},
         "cpus": os.cpu_count(),
         "small": options.small,
+        "lenet batch": options.batch,
         "cases": {},
     }
     print(
@@ -211,6 +213,7 @@ def main() -> int:
     parser.add_argument("--by-flag", action="store_true", help="precision by Paceline's setting, not by the script")
     parser.add_argument("--out", default="")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--batch", type=int, default=1024, help="of the LeNet cases")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the code out")
     parser.add_argument("--only", default="", help="the cases whose name has this in it; `bits`: only the hashes")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
@@ -220,7 +223,7 @@ def main() -> int:
         train_lenet(options.device, options.train, 64 if options.small else 1024, os.environ.get("WARN_ONLY") == "1")
         return 0
     if options.case:
-        result = measure(Case(options.case, options.device, options.small), options.pairs)
+        result = measure(Case(options.case, options.device, options.small, options.batch), options.pairs)
         Path(options.out).write_text(json.dumps(result))
         sys.stdout.flush()
         os._exit(0)  # the loops stand in the middle of an epoch: nothing to finish

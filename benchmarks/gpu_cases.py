@@ -104,17 +104,19 @@ class Case:
     name: str
     device: str
     small: bool
+    images: int = 1024
+    """Batch of the LeNet cases."""
 
     @property
     def batch(self) -> int:
         if self.name == "gpt":
             return 2 if self.small else 8
-        return 32 if self.small else 1024
+        return 32 if self.small else self.images
 
     @property
     def steps(self) -> int:
         """Steps of an epoch."""
-        return 4 if self.small else 20 if self.name == "gpt" else 58
+        return 4 if self.small else 20 if self.name == "gpt" else 58 * 1024 // self.images
 
     @property
     def epochs(self) -> int:
