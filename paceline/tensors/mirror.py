@@ -62,8 +62,8 @@ class Mirror:
 
     def catch_up(self) -> None:
         """Bring the pages found by `look` up to date. Nobody may be writing the shared memory."""
-        if np.count_nonzero(self._copied) > 1:
-            self._own_pages[self._copied] = self._shared_pages[self._copied]
+        for start, stop in _runs(self._copied[:-1]):
+            self._own_pages[start:stop] = self._shared_pages[start:stop]
 
 
 def _copied(entries: bytearray) -> NDArray[np.bool_]:
@@ -71,3 +71,14 @@ def _copied(entries: bytearray) -> NDArray[np.bool_]:
     kind = np.frombuffer(entries, dtype=np.uint64) >> _KIND
     copied: NDArray[np.bool_] = (kind > _OF_FILE) & (kind & _OF_FILE == 0)
     return copied
+
+
+def _runs(flags: NDArray[np.bool_]) -> list[list[int]]:
+    """Where flags are set, as stretches [start, stop].
+
+    >>> _runs(np.array([True, False, True, True]))
+    [[0, 1], [2, 4]]
+    """
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    runs: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return runs
