@@ -32,11 +32,14 @@ def aligned(size: int) -> int:
 
 
 class Segment:
-    """A mapping of a descriptor, with typed views. Closing it unmaps once no view is left."""
+    """A mapping of a descriptor, with typed views. Closing it unmaps once no view is left.
 
-    def __init__(self, fd: int, size: int) -> None:
+    What is written to a private one is seen through it alone.
+    """
+
+    def __init__(self, fd: int, size: int, private: bool = False) -> None:
         self.size = size
-        self._map = mmap.mmap(fd, size)
+        self._map = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         os.close(fd)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Parts, Watch, check_keys
+from paceline.tensors.results import Sets
 from paceline.tensors.segment import Segment, Words, aligned
-from paceline.tensors.slabs import Flats, Slabs
+from paceline.tensors.slabs import Slabs
 from paceline.tensors.tree import Plan
 
 Allocate = Callable[[str, int], int]
@@ -24,6 +25,7 @@ Allocate = Callable[[str, int], int]
 
 _ARRIVED, _DONE, _KEY = range(3)
 _MAILBOX = 256 << 10
+_OWN_LANES = 1  # before the caller's: for which points this worker wants a result of its own
 
 
 class SharedPeers:
@@ -48,9 +50,12 @@ class SharedPeers:
     def waited_s(self) -> float:
         return self._words.waited_s
 
-    def _new_segment(self, size: int) -> Segment:
+    def _new_memory(self, size: int) -> int:
         self._segments += 1
-        return Segment(self._allocate(f"{self._name}/memory-{self._segments}", size), size)
+        return self._allocate(f"{self._name}/memory-{self._segments}", size)
+
+    def _new_segment(self, size: int) -> Segment:
+        return Segment(self._new_memory(size), size)
 
     def _arrive(self, key: int) -> None:
         """Come to meeting `key` and wait until all have; whoever came to another one is named."""
@@ -69,12 +74,13 @@ class SharedPeers:
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
         """Memory that all share is grown together when a plan needs more."""
         self._plan = plan
+        lanes += _OWN_LANES
         if not self._lanes or lanes > len(self._lanes[0]):
             row = aligned(lanes * 8)
             segment = self._new_segment(self.size * row)
             self._lanes = [segment.words(worker * row, lanes) for worker in range(self.size)]
         if self._slabs is None or not self._slabs.fits(plan, layout):
-            self._slabs = Slabs(self.rank, self.size, layout, plan.most_parts, self._new_segment)
+            self._slabs = Slabs(self.rank, self.size, layout, plan.most_parts, self._new_memory)
         self._begin()
 
     def parts(self) -> Parts:
@@ -88,21 +94,26 @@ class SharedPeers:
         return
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
-        self._lanes[self.rank][: len(lanes)] = lanes
+        assert self._slabs is not None
+        self._lanes[self.rank][0] = self._slabs.wishes
+        self._lanes[self.rank][_OWN_LANES : _OWN_LANES + len(lanes)] = lanes
         self._arrive(key)
-        return np.stack([row[: len(lanes)] for row in self._lanes])
+        return np.stack([row[_OWN_LANES : _OWN_LANES + len(lanes)] for row in self._lanes])
 
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         return self.sums(call, tuple(range(self.size)), divisor)[0]
 
-    def sums(self, name: int, to: tuple[int, ...], divisor: float) -> list[Flats]:
+    def sums(self, name: int, to: tuple[int, ...], divisor: float) -> Sets:
         """The sum of each root of the plan / divisor, in the results of the workers in `to`."""
         assert self._slabs is not None
-        self._slabs.add(name, self._plan, to, divisor)
+        wishes = [int(row[0]) for row in self._lanes]
+        results = self._slabs.add(name, self._plan, to, wishes, divisor)
         self._words.say(_DONE, self._number)
         if not self._slabs.little:
+            self._slabs.look(name, results)
             self._words.wait(_DONE, self._number)  # until then others write into these results
-        return self._slabs.results(name, self._plan)[self.rank]
+            results.catch_up()
+        return results.mine
 
     # messages
 

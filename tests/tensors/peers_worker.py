@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PeerLostError
+from paceline.tensors import mirror
 from paceline.tensors.group import GroupPeers, gloo
 from paceline.tensors.layout import Layout
 from paceline.tensors.machines import MachinePeers, watches
 from paceline.tensors.peers import Peers
 from paceline.tensors.shared import SharedPeers
 from paceline.tensors.tree import Plan
-from tests.tensors.arithmetic import tree_sum
+from tests.tensors.arithmetic import same, tree_sum
 
 SEGMENTS = [f"machine-{machine}/memory-{number}" for machine in range(2) for number in range(1, 65)]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -212,8 +213,91 @@ def death(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
     return "met"
 
 
+def _change(way: str, flats: list[torch.Tensor], point: int) -> None:
+    """What a script does to its gradients."""
+    for flat in flats:
+        match way:
+            case "scale":
+                flat.mul_(0.5)
+            case "data":
+                flat.data.fill_(float("nan"))
+            case "numpy":
+                flat.numpy()[:] = -1.0
+            case "one":
+                flat.numpy()[point * 1100 % len(flat)] = float("nan")
+            case "half":
+                flat[: len(flat) // 2].zero_()
+            case _:
+                assert way == "leave", way
+
+
+def changes(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """Steps of several reduce points. After each, every worker changes its result in its own way.
+
+    `ways`: for each worker and point. Returns what was wrong, and where the results lay.
+    """
+    layout, calls = Layout.of(tensors_of(ask)), ask["calls"]
+    plan = Plan.of(peers.size + 1, peers.size)
+    wrong: list[str] = []
+    places = []
+    kept: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    if peers.rank in ask.get("blind", []):
+        mirror._PAGEMAP = "/dev/null"
+    drawn = [
+        [leaf_value((count,), dtype, number, leaf) for leaf in range(plan.leaves)]
+        for number, (dtype, count) in enumerate(layout.flats)
+    ]
+
+    def sum_of(flat: int, point: int, a: int, b: int) -> torch.Tensor:
+        return tree_sum([value * (1.0 + point) for value in drawn[flat][a:b]])
+
+    for point in range(ask["turns"] * calls):
+        call = point % calls
+        peers.open(plan, layout, 1)
+        for flats, part in zip(peers.parts(), plan.parts(peers.rank), strict=True):
+            for number, flat in enumerate(flats):
+                flat.copy_(sum_of(number, point, *part))
+        _post_all(peers, layout)
+        peers.exchange(point, np.zeros(1, dtype=np.int64))
+        out = peers.total(call, 2.0)
+        if not all(same(flat, sum_of(number, point, 0, plan.leaves) / 2.0) for number, flat in enumerate(out)):
+            wrong.append(f"the sum of point {point}")
+        _change(ask["ways"][peers.rank][point], out, point)
+        kept[call] = out, [flat.clone() for flat in out]
+        places.append(out[0].data_ptr())
+        peers.gather(point, b"")  # all have made their changes
+        for other, (flats, copies) in kept.items():
+            if not all(same(flat, copy) for flat, copy in zip(flats, copies, strict=True)):
+                wrong.append(f"what this worker made of call {other}, behind point {point}")
+    return {"wrong": wrong, "places": places}
+
+
+def death_behind_a_change(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """All change their results; the last one dies before the next point. What became of the others' results."""
+    layout, plan = Layout.of(tensors_of(ask)), Plan.of(peers.size, peers.size)
+    for turn in range(3):
+        peers.open(plan, layout, 1)
+        for flat in peers.parts()[0]:
+            flat.fill_(turn + 1)
+        _post_all(peers, layout)
+        if turn == 2 and peers.rank == peers.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if turn == 2:
+                watch.calls, watch.patience = 0, 50
+            peers.exchange(turn, np.zeros(1, dtype=np.int64))
+            out = peers.total(0, 1.0)
+        except (PeerLostError, Ended):
+            return [flat.unique().tolist() for flat in out]
+        for flat in out:
+            flat.add_(0.5 + peers.rank)
+        peers.gather(turn, b"")
+    return "met"
+
+
 SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
-    function.__name__: function for function in (totals, gather, rounds, keys, ended, death)
+    function.__name__: function
+    for function in (totals, gather, rounds, changes, keys, ended, death, death_behind_a_change)
 }
 
 
@@ -263,7 +347,7 @@ def work(ask: dict[str, Any], rank: int, segments: dict[str, int]) -> None:
         peers = build(ask, rank, watch, segments)
         peers.gather(-1, b"")  # all are connected: who leaves soon breaks nobody's building of the group
         result["value"] = SCENARIOS[ask["scenario"]](peers, watch, ask)
-        if ask["scenario"] in ("totals", "gather", "rounds"):
+        if ask["scenario"] in ("totals", "gather", "rounds", "changes"):
             peers.close()
     except BaseException:  # noqa: BLE001  it is told to the test
         result["error"] = traceback.format_exc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -192,6 +193,56 @@ def test_a_death_ends_the_others_wait(run: Run) -> None:
     results = run("death", 3)
     assert results[2] == "gone"
     assert set(results[:2]) <= {"peer lost", "ended by the watch"}
+
+
+# results that scripts change in place
+
+WAYS = ["leave", "scale", "data", "numpy", "one", "half"]
+
+
+def check_changes(run: Run, size: int, turns: int, calls: int, ways: list[list[str]], **ask: Any) -> list[list[int]]:
+    """Every sum is right and every change stays with its worker; where the results lay, for each worker."""
+    results = run("changes", size, tensors=LARGE, turns=turns, calls=calls, ways=ways, **ask)
+    assert [result["wrong"] for result in results] == [[]] * size
+    return [result["places"] for result in results]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_in_place_stays_with_its_worker(run: Run, way: str) -> None:
+    check_changes(run, 3, turns=4, calls=1, ways=[["leave"] * 4, [way] * 4, ["leave"] * 4])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_changes_of_any_kind_at_any_point_stay_with_their_worker(run: Run, size: int, seed: int) -> None:
+    dice = random.Random(seed)
+    turns, calls = 6, 2
+    # Some of them rarely change anything, so that results of both kinds are in use for a while.
+    ways = [
+        [dice.choice(WAYS) if dice.random() < rate else "leave" for _ in range(turns * calls)]
+        for rate in (dice.choice([0.1, 0.4, 1.0]) for _ in range(size))
+    ]
+    check_changes(run, size, turns, calls, ways, blind=[0] if dice.random() < 0.3 else [])
+
+
+@pytest.mark.parametrize("kind", ["shared"], indirect=True)
+def test_who_changes_much_gets_a_result_of_its_own_at_the_second_next_point(run: Run) -> None:
+    """The first change is seen at the next point of that number, and asked for at the one behind it."""
+    turns = 5
+    places = check_changes(run, 4, turns, 2, [[way, "leave"] * turns for way in ("leave", "scale", "one", "half")])
+    moved = [[place != of_worker[call] for place in of_worker[call::2]] for of_worker in places for call in (0, 1)]
+    stays, goes = [False] * turns, [False, False, True, True, True]
+    assert moved == [stays, stays, goes, stays, stays, stays, goes, stays]
+
+
+@pytest.mark.parametrize("kind", ["shared"], indirect=True)
+def test_a_worker_that_cannot_see_its_changes_gets_a_result_of_its_own(run: Run) -> None:
+    places = check_changes(run, 2, 4, 1, [["one"] * 4] * 2, blind=[1])
+    assert [len(set(of_worker)) for of_worker in places] == [1, 2]
+
+
+def test_a_death_leaves_the_others_what_they_made_of_their_results(run: Run) -> None:
+    results = run("death_behind_a_change", 3, tensors=LARGE)
+    assert results == [[[6.5], [6.5]], [[7.5], [7.5]], "gone"]
 
 
 # the group of one, and what all groups share
