@@ -434,5 +434,5 @@ def _cut(value: Any, piece: int, pieces: int) -> Any:
 
 def line_of_close() -> str:
     """The line that abandoned the generator which is being closed now."""
-    frame = sys._getframe(2)
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    frame = sys._getframe(1).f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "the end of the script"

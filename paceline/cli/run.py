@@ -125,7 +125,7 @@ def start(job: Job, folder: RunFolder, show: str) -> int:
     viewer = Viewer(folder, place, Terminal(job.workers), show)
     agent = start_agent(folder, first=True)
     code = viewer.watch()
-    agent.wait()  # if it still led: it has nothing left to do
+    agent.poll()  # it has ended, unless the run goes on without this terminal
     return code
 
 

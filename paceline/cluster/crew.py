@@ -207,17 +207,17 @@ class Crew:
             self.kill(number)
 
     def close(self, quit_nursery: bool) -> None:
+        """Let go of everything; the workers and, unless told otherwise, the nursery live on. Twice is once."""
         if self._nursery is not None:
             self._selector.unregister(self._nursery)
-            if quit_nursery:
-                self._nursery.quit()
-            else:
-                self._nursery.close()
+            self._nursery.quit() if quit_nursery else self._nursery.close()
+            self._nursery = None
         for worker in self._workers.values():
             if worker.pidfd >= 0:
                 if worker.dead_at is None:
                     self._selector.unregister(worker.pidfd)
                 os.close(worker.pidfd)
+        self._workers = {}
 
 
 class NurseryError(Exception):

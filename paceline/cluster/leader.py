@@ -171,7 +171,7 @@ class Leader:
             self._crew.kill_all()
 
     def _close(self) -> None:
-        self._crew.close(quit_nursery=not self._ledger.running)
+        self._crew.close(quit_nursery=False)
         self._desk.close()
         self._selector.close()
         self._board.close()
@@ -202,11 +202,24 @@ class Leader:
     def _end(self) -> int:
         code = self._exit_code()
         self._folder.event("ended", self._folder.read_json(self._folder.summary).get("exit", ""), exit_code=code)
-        for peer in [*self._desk.watchers, *self._desk.shadows]:
-            peer.send(messages.Ended(code))
         self._store.remove()
         Rendezvous.remove(self._folder)
+        self._leave_nobody(code)
+        for peer in self._desk.watchers:
+            peer.send(messages.Ended(code))
         return code
+
+    def _leave_nobody(self, code: int) -> None:
+        """When the terminal hears of the end, nothing of the run is left but this process."""
+        for peer in self._desk.shadows:
+            peer.send(messages.Ended(code))
+        self._crew.close(quit_nursery=True)
+        if self._standby is not None:
+            try:
+                self._standby.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._standby.kill()
+                self._standby.wait()
 
     def _exit_code(self) -> int:
         ledger, summary = self._ledger, self._folder.read_json(self._folder.summary)
@@ -393,8 +406,9 @@ class Leader:
             # Told at once, then ever more seldom: a long first batch should not fill the screen.
             self._told_wait, self._quiet_s = now, min(self._quiet_s * 2, 60.0)
             worker, words = found
-            self._folder.event("waiting", words, worker=worker, notice=words)
-            if self._board.see(worker).phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
+            phase = self._board.see(worker).phase
+            self._folder.event("starting" if phase == Phase.STARTING else "waiting", words, worker=worker, notice=words)
+            if phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
                 # faulthandler writes every thread's stack into the worker's log.
                 self._crew.signal(worker, signal.SIGUSR1)
 

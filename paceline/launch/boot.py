@@ -71,7 +71,7 @@ def _finish() -> int:
     run = _current_run()
     if run is None:
         handed = ticket()
-        if handed is not None and handed.worker == 0 and "paceline.session" not in sys.modules:
+        if handed is not None and handed.worker == 0:
             raise _NeverCalled(
                 "the script ended without paceline.init(), so every worker ran it by itself. Add `run = paceline.init()` "
                 "and `run.prepare(model, optimizer, loader)`; see `paceline run --help`"

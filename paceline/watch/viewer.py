@@ -6,6 +6,7 @@ leader lends. The viewer may die and another one attach; leaders may die and the
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import sys
@@ -23,6 +24,7 @@ from paceline.watch.terminal import Terminal
 
 _TICK_S = 0.05
 _LOST_S = 10.0
+_GOES_S = 5.0
 
 
 class Viewer:
@@ -36,6 +38,7 @@ class Viewer:
         self._link = LeaderLink(place.address, place.secret, messages.Watch(), self._fence, _LOST_S)
         self._interrupts = self._answered = 0
         self._told_stop = False
+        self._leader = -1
         self._failure: dict[str, Any] | None = None
         self._exit_code: int | None = None
         self._heard = time.monotonic()
@@ -50,6 +53,7 @@ class Viewer:
                 self._follow()
                 if self._interrupts > self._answered:
                     self._answer_interrupt()
+            self._wait_for_leader()
             self._follow(last=True)
             return self._tell_end(self._exit_code)
         finally:
@@ -93,6 +97,15 @@ class Viewer:
         if self._board is not None:
             self._board.close()
         self._board, self._members = Board(fds[0], answer.rows), answer.members
+        if self._leader >= 0:
+            os.close(self._leader)
+        self._leader = self._link.peer_pidfd()
+
+    def _wait_for_leader(self) -> None:
+        """It has said its last word: when the command returns, nothing of the run is left."""
+        if self._leader >= 0:
+            select.select([self._leader], [], [], _GOES_S)
+            os.close(self._leader)
 
     def _take(self, message: Any, fds: list[int]) -> None:
         wire.close_all(fds)
