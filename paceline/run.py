@@ -296,6 +296,7 @@ class Run:
             self._keeping.resume(self._session.resume_from)
         if self._session.dry_run:
             self._show_settings()
+        self._keeping.begin()
         if self._in_loop:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
         self._in_loop = True
@@ -325,6 +326,7 @@ class Run:
         self._stepper.stop_code = self._stop_code
         self._stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
         self._stepper.committed = self._after_commit
+        self._stepper.delivered = self._keeping.delivered
         self._stepper.summed = not self._mean
         if self._stepper.flat_allowed and peers.size > 1:
             for model in self._replica.models:
@@ -405,7 +407,7 @@ class Run:
                 shares = [feed.share(0, number, slot) for slot in slots]
                 if shares[0] is None:
                     break
-                yield shares[0]
+                yield shares[0].value
                 number += 1
         finally:
             feed.stop()
@@ -531,6 +533,7 @@ class Run:
         """Main writes the summary, and all wait until it has: if it dies before, another one does."""
         while True:
             if self.is_main:
+                self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             try:
                 self.terms.meeting.gather(_KEYS["written"], b"")

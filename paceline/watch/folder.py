@@ -7,6 +7,7 @@
     summary.json     how it ended
     job.json         what was started, for `paceline resume`
     checkpoints/     the run's state, if the run writes it
+    receipts/        what each step delivered, for `paceline verify`
 
 Lines are appended in one write each, so several processes may write one file. No torch in here.
 """
@@ -70,6 +71,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.job = path / "job.json"
         self.checkpoints = path / "checkpoints"
+        self.receipts = path / "receipts"
 
     @staticmethod
     def create(runs: Path, name: str | None) -> RunFolder:

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from paceline.data.loader import (
     Feed,
     MapFeed,
+    Share,
     StreamFeed,
     TensorFeed,
     adopt,
@@ -48,9 +49,13 @@ def steps_of(feed: Feed, slots: range, epoch: int = 0, first: int = 0, steps: in
     feed.start(epoch, first, slots)
     last = steps if steps is not None else feed.steps
     assert last is not None
-    got = [[feed.share(epoch, step, slot) for slot in slots] for step in range(first, last)]
+    got = [[value(feed.share(epoch, step, slot)) for slot in slots] for step in range(first, last)]
     feed.stop()
     return got
+
+
+def value(share: Share | None) -> Any:
+    return None if share is None else share.value
 
 
 def plain(value: Any) -> Any:
@@ -362,7 +367,7 @@ def test_items_of_a_stream_are_dealt_to_the_slots_in_turn() -> None:
     got = []
     for step in range(3):
         sizes = feed.sizes(0, step)
-        shares = [feed.share(0, step, slot) for slot in range(3)]
+        shares = [value(feed.share(0, step, slot)) for slot in range(3)]
         got.append((sizes, [None if s is None else s[:, 0].tolist() for s in shares]))
     feed.stop()
     assert got == [
