@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.data.order import mix
-from paceline.data.receipts import OWN_DRAWS, Receipt, Tally
+from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
 from paceline.state.checkpoint import Checkpoint, Writer
 from paceline.state.ledger import Head, Ledger
@@ -34,6 +34,8 @@ class Keeping:
         """The state between two steps; its tensors are references until it is written."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
+        if run.is_main:
+            self.ledger.write()  # who starts from this state remembers nothing before it
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
@@ -98,14 +100,12 @@ class Keeping:
         dealings = tuple(feed.dealing for feed in self._run._feeds)
         self.ledger.begin(lineage, Head(first, self._run.settings.seed, dealings))
 
-    def delivered(self, batch: Batch | None, tally: Tally) -> None:
+    def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         """A step is trained: its receipt is kept by all and written by main."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeds.index(batch.feed), batch.number)
-        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
-        if run.is_main:
-            self.ledger.write()
+        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run.is_main)
 
     # checkpoints
 

@@ -18,9 +18,9 @@ import torch
 from paceline.cluster.board import Phase
 from paceline.data.loader import Feed, Share, leading_size, place
 from paceline.data.order import mix
-from paceline.data.pieces import NOTHING, Taken, cut, cut_ids, own_draw, tally
+from paceline.data.pieces import NOTHING, Taken, cut, cut_ids, loose_tally, own_draw, tally
 from paceline.data.random import set_seed
-from paceline.data.receipts import Tally
+from paceline.data.receipts import NO_TALLY, Loose, Tally
 from paceline.errors import MismatchError, UsageError
 from paceline.session import Session, user_line
 from paceline.strategies.base import Point, Strategy
@@ -151,7 +151,7 @@ class Stepper:
         self.settings_digest: Callable[[], int] = lambda: 0
         self.committed: Callable[[list[int]], None] = lambda codes: None
         """Called after each reduce point with every worker's stop code."""
-        self.delivered: Callable[[Batch | None, Tally], None] = lambda batch, tally: None
+        self.delivered: Callable[[Batch | None, Tally | Loose], None] = lambda batch, tally: None
         """Called at the end of each step with what it trained."""
         self.next_term: Callable[[], object]
         """A peer is gone: enter the next term, with those who remain."""
@@ -194,10 +194,10 @@ class Stepper:
         self.active, self.batch = False, None
 
     def _count_step(self) -> None:
-        delivered = self._delivered
+        delivered: Tally | Loose | None = self._delivered
         if delivered is None:  # nobody was met: this worker's share is the batch
             batch = self.batch
-            delivered = tally(map(batch.taken, batch.loaded) if batch is not None else [own_draw(0)])
+            delivered = loose_tally(map(batch.taken, batch.loaded) if batch is not None else [own_draw(0)])
         self.samples += delivered.samples
         self.delivered(self.batch, delivered)
         self.step += 1
@@ -337,8 +337,8 @@ class Stepper:
         stop = 0 if quick else self.stop_code()
         digest = 0 if quick else self.settings_digest()
         # A share counts once, however often the step shows it.
-        taken = self._taken.values() if self._delivered is None and not quick else ()
-        lanes = [stop, digest, self._session.board.next_term, *tally(taken)]
+        taken = tally(self._taken.values()) if self._delivered is None and not quick else NO_TALLY
+        lanes = [stop, digest, self._session.board.next_term, *taken]
         rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
         self._compare(rows[:, DIGEST].tolist())
         self.agreed_term = int(rows[:, TERM].min())

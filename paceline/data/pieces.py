@@ -10,7 +10,10 @@ import torch
 
 from paceline.data.loader import Share, leading_size
 from paceline.data.order import Ids
-from paceline.data.receipts import Tally
+from paceline.data.receipts import Loose, Tally
+
+_FEW = 4096
+"""Ids that are kept until their digest is taken, rather than hashed within the step."""
 
 
 class Taken(NamedTuple):
@@ -29,6 +32,14 @@ def own_draw(leaf: int) -> Taken:
 def tally(taken: Iterable[Taken]) -> Tally:
     parts = list(taken)
     return Tally.of(sum(part.samples for part in parts), [part.ids for part in parts])
+
+
+def loose_tally(taken: Iterable[Taken]) -> Tally | Loose:
+    """Of a step in which nobody is met: a few ids are kept as they are, many are hashed now."""
+    parts = list(taken)
+    if len(parts) == 1 and 0 < len(parts[0].ids) <= _FEW:
+        return Loose(parts[0].samples, len(parts[0].ids), parts[0].ids)
+    return tally(parts)
 
 
 def cut_ids(share: Share, piece: int, pieces: int) -> Ids:

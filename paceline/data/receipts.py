@@ -7,7 +7,7 @@ changes the sum, but for one chance in 2^64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ class Tally(NamedTuple):
     def of(samples: int, pieces: Sequence[Ids]) -> Tally:
         """From the ids of each share: hashed together, because a call of numpy costs more than 64 ids."""
         if not pieces:
-            return Tally(samples, 0, 0)
+            return NO_TALLY
         ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return Tally(samples, len(ids), digest(ids))
 
@@ -81,6 +81,17 @@ class Tally(NamedTuple):
     def total(rows: NDArray[np.int64]) -> Tally:
         """Of all workers, from their lanes; the digests wrap around as they should."""
         return Tally(*rows.sum(axis=0).tolist())
+
+
+NO_TALLY = Tally(0, 0, 0)
+
+
+class Loose(NamedTuple):
+    """A tally of a step in which nobody is met: the digest of its ids can wait until it is written."""
+
+    samples: int
+    ids: int
+    digest: Ids
 
 
 OWN_DRAWS = -1
@@ -98,7 +109,19 @@ class Receipt(NamedTuple):
     """Which of the loader's batches in this epoch; with own draws, how many shares the step was cut into."""
     samples: int
     ids: int
-    digest: int
+    digest: int | Ids
+    """Or the ids that it is still to be taken of."""
+
+
+def settled(receipts: Iterable[Receipt]) -> list[Receipt]:
+    """With all digests taken. Many at once: by itself, each costs 20 µs within a step (measured), here 1."""
+    known = list(receipts)
+    loose = [receipt.digest for receipt in known if not isinstance(receipt.digest, int)]
+    if not loose:
+        return known
+    starts = np.cumsum([0, *map(len, loose[:-1])])
+    digests = iter(np.add.reduceat(hashed(np.concatenate(loose)), starts).view(np.int64).tolist())
+    return [r if isinstance(r.digest, int) else r._replace(digest=next(digests)) for r in known]
 
 
 STEP, EPOCH, LOADER, BATCH, SAMPLES, IDS, DIGEST = range(len(Receipt._fields))
