@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline.data.dealing import Dealing
-from paceline.data.order import Ids, mix
+from paceline.data.loader import Feed, build_feed
+from paceline.data.order import Ids as Numbers
+from paceline.data.order import mix
+from paceline.data.partition import BatchShares, Split
 from paceline.data.proof import Proof, compare, prove
 from paceline.data.receipts import (
     BATCH,
@@ -34,7 +40,7 @@ from paceline.data.receipts import (
 ids_of = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=40)
 
 
-def array(ids: list[int]) -> Ids:
+def array(ids: list[int]) -> Numbers:
     return np.array(ids, dtype=np.int64)
 
 
@@ -264,6 +270,53 @@ def test_own_draws_are_taken_once_each() -> None:
         assert prove(table(rows), [], 3).violations == ["step 1: not every draw of the step was taken once"]
     rows[1] = receipt(1, 0, OWN_DRAWS, 1 << 60, [0])
     assert len(prove(table(rows), [], 3).violations) == 1
+
+
+# what the loader delivers
+
+
+class Ids(Dataset[int]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def delivered(feed: Feed, slots: range) -> list[list[tuple[Any, list[int]]]]:
+    """(value, ids) of every share, by step."""
+    feed.start(1, 0, slots)
+    found = []
+    for step in range(feed.steps or 0):
+        shares = [feed.share(1, step, slot) for slot in reversed(range(4))]
+        found.append([(share.value, share.ids.tolist()) for share in shares if share is not None])
+    feed.stop()
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}, {"shuffle": False}])
+@pytest.mark.parametrize("slots", [range(4), range(1, 3), range(0)])
+def test_a_share_comes_with_the_ids_that_are_in_it(more: dict[str, Any], slots: range) -> None:
+    """In the slots' order or not, read ahead or fetched at once."""
+    loader = DataLoader(Ids(), **{"batch_size": 8, "shuffle": True, **more})
+    steps = delivered(build_feed(loader, 4, Split(), 3), slots)
+    assert all(value.tolist() == ids for shares in steps for value, ids in shares)
+    assert sorted(i for shares in steps for _, ids in shares for i in ids) == list(range(22))
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_a_mistake_in_dealing_shows(monkeypatch: pytest.MonkeyPatch, tensors: bool) -> None:
+    """Two slots get the same samples: the counts are right, but not the digests."""
+    cut = BatchShares._cut
+    monkeypatch.setattr(BatchShares, "_cut", lambda self, step: [cut(self, step)[0], *cut(self, step)[:-1]])
+    data: Any = TensorDataset(torch.arange(24)) if tensors else Ids()
+    feed = build_feed(DataLoader(data, batch_size=8, shuffle=True), 4, Split(), 3)
+    rows = [
+        receipt(step, 1, 0, step, [i for _, ids in shares for i in ids])
+        for step, shares in enumerate(delivered(feed, range(4)))
+    ]
+    found = prove(table(rows), [feed.dealing], len(rows)).violations
+    assert "step 0 (epoch 1, batch 0): 8 samples were delivered, but not those of this batch" in found
 
 
 # two runs
