@@ -6,27 +6,36 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.data.order import mix
+from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
 from paceline.state.checkpoint import Checkpoint, Writer
+from paceline.state.ledger import Head, Ledger
 from paceline.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from paceline.run import Run
+    from paceline.steps import Batch
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
+_LINEAGE = mix(203)
 
 
 class Keeping:
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._writer = Writer(run._session.folder.checkpoints, run.settings.keep, self._tell)
+        folder = run._session.folder
+        self.ledger = Ledger(folder.receipts, self._tell)
+        self._writer = Writer(folder.checkpoints, run.settings.keep, self._tell, before=self.ledger.sync)
         self._last_step = -1
 
     def capture(self) -> Snapshot:
         """The state between two steps; its tensors are references until it is written."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
+        if run.is_main:
+            self.ledger.write()  # who starts from this state remembers nothing before it
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
@@ -39,6 +48,7 @@ class Keeping:
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
                 "longest_gap_s": stepper.gaps.longest_s,
                 "positions": run._feeding.capture(),
+                "lineage": [self.ledger.lineage, self.ledger.head.first],
             }
         )
 
@@ -57,6 +67,7 @@ class Keeping:
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
         stepper.gaps.longest_s = tree["longest_gap_s"]
         run._feeding.restore(tree["positions"])
+        self._begin_lineage(*tree["lineage"])
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, at any worker count."""
@@ -71,10 +82,34 @@ class Keeping:
                     f"pass --{name} {theirs[name]}"
                 )
         self.restore(snapshot)
+        self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
             run._session.notice(f"going on from step {run.step} ({path.name})")
             run._session.folder.event("resumed", str(path), step=run.step, workers=run._session.workers)
+
+    # receipts
+
+    def begin(self) -> None:
+        """Training begins here, in a lineage of its own, unless this worker came into one."""
+        if self.ledger.lineage < 0:
+            known = self._run.terms.gather(_LINEAGE, lambda: self.ledger.next_lineage().to_bytes(8, "little"))
+            self._begin_lineage(int.from_bytes(known[0], "little"), self._run.step)
+
+    def _begin_lineage(self, lineage: int, first: int) -> None:
+        dealings = tuple(feed.dealing for feed in self._run._feeding.feeds)
+        self.ledger.begin(lineage, Head(first, self._run.settings.seed, dealings))
+
+    def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
+        """A step is trained: its receipt is kept by all and written by main."""
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
+        loader, number = (
+            (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeding.feeds.index(batch.feed), batch.number)
+        )
+        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run.is_main)
+
+    # checkpoints
 
     def at_boundary(self) -> None:
         """A step is over, the next has not begun."""

@@ -238,6 +238,7 @@ class Run:
             self._keeping.resume(self._session.resume_from)
         if self._session.dry_run:
             self._show_settings()
+        self._keeping.begin()
         if self._feeding.training:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
         self._feeding.begin_loop(self._stepper)
@@ -263,6 +264,7 @@ class Run:
         stepper.stop_code = self._stop_code
         stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
         stepper.committed = self._after_commit
+        stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
         if stepper.flat_allowed and peers.size > 1:
             for model in self._replica.models:
@@ -332,6 +334,7 @@ class Run:
 
         def tell() -> None:
             if self.is_main:
+                self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
 

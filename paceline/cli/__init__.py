@@ -23,6 +23,7 @@ _VERBS = {
     "show": "Show one run: settings, result, events.",
     "logs": "Print a run's log files.",
     "checkpoints": "List and check a run's checkpoints.",
+    "verify": "Prove from its receipts which samples a run trained.",
     "hash": "Print the weights hash of a file.",
     "doctor": "Check this machine.",
 }

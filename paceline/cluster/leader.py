@@ -24,8 +24,8 @@ from paceline.cluster.crew import Crew, NurseryError, Worker
 from paceline.cluster.desk import Desk, Key
 from paceline.cluster.injection import Injection
 from paceline.cluster.job import Job
+from paceline.cluster.journal import Failure, Journal
 from paceline.cluster.kept import BOARD, Kept
-from paceline.cluster.ledger import Failure, Ledger
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.memory import Segments
 from paceline.cluster.nursing import Fork, Nursery
@@ -57,12 +57,12 @@ class Leader:
         store: Store,
         fence: int,
         kept: Kept,
-        ledger: Ledger,
+        journal: Journal,
         start_standby: Callable[[], subprocess.Popen[bytes]],
     ) -> None:
         self._job, self._folder, self._place = job, folder, place
-        self._store, self._fence, self._kept, self._ledger = store, fence, kept, ledger
-        self._membership = ledger.membership
+        self._store, self._fence, self._kept, self._journal = store, fence, kept, journal
+        self._membership = journal.membership
         board = kept.get(BOARD)
         assert board is not None
         self._board = Board(os.dup(board[0]), board[1])
@@ -77,9 +77,9 @@ class Leader:
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._ended_at: dict[int, float] = {}
         self._signalled = 0
-        plan = Injection.of(job.faults, ledger.faults)
+        plan = Injection.of(job.faults, journal.faults)
         self._injection = Injection(plan, folder, self._crew, self._board, self._desk, self._standby_pid)
-        self._told_members = ledger.membership.settled.members
+        self._told_members = journal.membership.settled.members
 
     # life
 
@@ -88,7 +88,7 @@ class Leader:
         before = signal.signal(signal.SIGTERM, self._on_signal)
         try:
             self._begin()
-            while self._ledger.running:
+            while self._journal.running:
                 self._turn()
             return self._end()
         except NurseryError as error:
@@ -112,10 +112,10 @@ class Leader:
             self._folder.event("launched", self._job.words, workers=self._job.workers)
         else:
             self._take_over()
-        for number in self._ledger.running:
+        for number in self._journal.running:
             pidfd = self._kept.take(_pidfd_name(number))
             if pidfd is not None:
-                self._crew.adopt(number, self._ledger.pids[number], pidfd)
+                self._crew.adopt(number, self._journal.pids[number], pidfd)
             else:
                 self._start_worker(number)
         self._run_standby(time.monotonic())
@@ -140,8 +140,8 @@ class Leader:
             if standing is Standing.GONE:
                 self._board.bury(number)
         self._board.next_term = membership.pending.term if membership.pending else 0
-        self._board.stop = self._ledger.stop
-        if self._ledger.failure is not None:
+        self._board.stop = self._journal.stop
+        if self._journal.failure is not None:
             self._board.abort = Abort.WORKER_LOST
 
     def _turn(self) -> None:
@@ -164,10 +164,10 @@ class Leader:
         self._see_leavers()
         self._send_newcomers_home()
         self._run_standby(now)
-        self._inject(rows, now - self._ledger.started)
-        if self._signalled and not self._ledger.stop:
+        self._inject(rows, now - self._journal.started)
+        if self._signalled and not self._journal.stop:
             self._stop(Stop.SIGTERM, "the agent was told to end (SIGTERM)")
-        if self._ledger.failure is not None and now - self._ledger.failure.at > _GRACE_S:
+        if self._journal.failure is not None and now - self._journal.failure.at > _GRACE_S:
             self._crew.kill_all()
 
     def _close(self) -> None:
@@ -178,7 +178,7 @@ class Leader:
         self._kept.close()
 
     def _save(self, views: list[View] | None = None) -> None:
-        self._store.write(self._fence, self._ledger.encode(), views or [])
+        self._store.write(self._fence, self._journal.encode(), views or [])
 
     def _inject(self, rows: list[Seen], seconds: float) -> None:
         plan = self._injection.plan
@@ -186,7 +186,7 @@ class Leader:
             plan.due(max(row.step for row in rows), seconds, [row.worker for row in rows]) if not plan.over else []
         )
         if actions:
-            self._ledger.faults = plan.state()
+            self._journal.faults = plan.state()
             self._save()  # first: the next leader must not be hit by the same fault
             self._injection.carry_out(actions)
 
@@ -222,18 +222,18 @@ class Leader:
                 self._standby.wait()
 
     def _exit_code(self) -> int:
-        ledger, summary = self._ledger, self._folder.read_json(self._folder.summary)
-        if ledger.failure is not None:
-            return self._end_failed(ledger.failure)
+        journal, summary = self._journal, self._folder.read_json(self._folder.summary)
+        if journal.failure is not None:
+            return self._end_failed(journal.failure)
         if self._job.dry_run:
             return 0
-        if ledger.killed or not (summary or all(row.phase == Phase.FINISHED for row in self._rows())):
-            why = ledger.killed or "no worker trained anything"
+        if journal.killed or not (summary or all(row.phase == Phase.FINISHED for row in self._rows())):
+            why = journal.killed or "no worker trained anything"
             self._write_failed_summary(why)
             if not {"-h", "--help"} & set(self._job.arguments):
                 self._folder.event("over", why, notice=why)
-            return 130 if ledger.killed else 0
-        return ledger.stop.exit_code
+            return 130 if journal.killed else 0
+        return journal.stop.exit_code
 
     def _end_failed(self, failure: Failure) -> int:
         of_worker = failure.worker >= 0 and failure.exit_code != 2
@@ -252,7 +252,7 @@ class Leader:
         return failure.exit_code
 
     def _write_failed_summary(self, why: str) -> None:
-        rows = [self._board.see(number) for number in self._ledger.places]
+        rows = [self._board.see(number) for number in self._journal.places]
         known = {
             "run": self._folder.id,
             "exit": why,
@@ -260,24 +260,24 @@ class Leader:
             "samples": max(row.samples for row in rows),
             "workers": self._job.workers,
             "strategy": self._job.settings.strategy,
-            "wall_s": round(time.monotonic() - self._ledger.started, 3),
+            "wall_s": round(time.monotonic() - self._journal.started, 3),
         }
         self._folder.write_json(self._folder.summary, known)
 
     def _fail(self, who: str, text: str, trace: str, exit_code: int, worker: int) -> None:
-        if self._ledger.failure is None and not self._ledger.killed:
-            self._ledger.failure = Failure(who, text, trace, exit_code, worker, time.monotonic())
+        if self._journal.failure is None and not self._journal.killed:
+            self._journal.failure = Failure(who, text, trace, exit_code, worker, time.monotonic())
             self._save()
             self._board.abort = Abort.WORKER_LOST
 
     def _stop(self, who: Stop, why: str, kill: bool = False) -> None:
         """After this step, or at once."""
-        self._ledger.stop = self._ledger.stop or who
+        self._journal.stop = self._journal.stop or who
         if kill:
-            self._ledger.killed = why
+            self._journal.killed = why
         self._save()
         self._folder.event("stop asked for", why)
-        self._board.stop = self._ledger.stop
+        self._board.stop = self._journal.stop
         if kill:
             self._board.abort = Abort.STOPPING
             self._crew.kill_all()
@@ -311,18 +311,18 @@ class Leader:
             job.dry_run,
             job.resume,
         )
-        environment = own_environment(ticket, self._ledger.places[number], job.gpus, job.settings.share_gpus)
+        environment = own_environment(ticket, self._journal.places[number], job.gpus, job.settings.share_gpus)
         target = ["-m", job.target] if job.as_module else [job.target]
         self._board.row(number).enter(Phase.STARTING)
         log = self._folder.log_of("worker", number)
         self._crew.start(Fork(number, environment, str(log), bool(job.resume), [*target, *job.arguments]))
 
     def _on_start(self, worker: Worker) -> None:
-        number, place = worker.number, self._ledger.places[worker.number]
+        number, place = worker.number, self._journal.places[worker.number]
         self._kept.keep(_pidfd_name(number), os.dup(worker.pidfd))
-        if self._ledger.pids.get(number) == worker.pid:
+        if self._journal.pids.get(number) == worker.pid:
             return  # adopted
-        self._ledger.pids[number] = worker.pid
+        self._journal.pids[number] = worker.pid
         self._save()
         why = f"it stands for worker {place}" if place != number else "the run begins"
         self._folder.event("worker started", why, worker=number, pid=worker.pid)
@@ -330,11 +330,11 @@ class Leader:
     def _on_end(self, number: int, code: int) -> None:
         """A worker has ended; what it said before comes first."""
         self._desk.hear_worker(number)
-        self._ledger.exits[number], self._ended_at[number] = code, time.monotonic()
+        self._journal.exits[number], self._ended_at[number] = code, time.monotonic()
         self._kept.release(_pidfd_name(number))
         self._save()
         self._folder.event("worker ended", _exit_words(code), worker=number, exit_code=code)
-        over = self._ledger.failure is not None or self._ledger.killed
+        over = self._journal.failure is not None or self._journal.killed
         if over or self._membership.standing[number] is Standing.GONE:
             return
         if code == 0 and self._board.see(number).phase == Phase.LEFT:
@@ -350,9 +350,9 @@ class Leader:
             return False
         if self._board.see(number).phase == Phase.FINISHED:
             return True
-        self._ledger.deaths += 1
+        self._journal.deaths += 1
         self._follow_up(self._membership.died(number, _exit_words(code)), buried=number)
-        return self._ledger.failure is None
+        return self._journal.failure is None
 
     @property
     def _can_go_on(self) -> bool:
@@ -371,22 +371,22 @@ class Leader:
             if self._board.leaves(number) and self._membership.standing[number] is Standing.MEMBER:
                 self._folder.event("leaving", "it was told to end (SIGTERM)", worker=number)
                 self._follow_up(self._membership.leave(number))
-        if self._membership.all_leave and not self._ledger.stop:
+        if self._membership.all_leave and not self._journal.stop:
             self._stop(Stop.SIGTERM, "every worker was told to end (SIGTERM)")
 
     def _send_newcomers_home(self) -> None:
         """The members have finished: whoever is still on the way comes too late."""
-        exits = self._ledger.exits
+        exits = self._journal.exits
         if all(number in exits for number in self._membership.settled.members):
             self._crew.kill_all()
 
     def _check_odd_exits(self, now: float) -> None:
         """A worker that left with 0 while others still train has skipped the end of the script."""
-        if self._ledger.failure is not None:
+        if self._journal.failure is not None:
             return
         for number in self._membership.settled.members:
             phase = self._board.see(number).phase
-            odd = self._ledger.exits.get(number) == 0 and phase not in (Phase.FINISHED, Phase.LEFT)
+            odd = self._journal.exits.get(number) == 0 and phase not in (Phase.FINISHED, Phase.LEFT)
             if odd and now - self._ended_at.get(number, now) > _ODD_EXIT_S:
                 text = (
                     "ended without paceline.init()"
@@ -397,7 +397,7 @@ class Leader:
                 return
 
     def _tell_waits(self, rows: list[Seen], now: float) -> None:
-        if self._ledger.failure is not None:
+        if self._journal.failure is not None:
             return
         found = verdict(rows)
         if found is None:
@@ -416,7 +416,7 @@ class Leader:
 
     def _follow_up(self, instructions: list[Instruction], buried: int | None = None) -> None:
         """Written down first; then told and done."""
-        self._save(self._ledger.enter(instructions))
+        self._save(self._journal.enter(instructions))
         if buried is not None:
             self._board.bury(buried)
         for instruction in instructions:
@@ -430,7 +430,7 @@ class Leader:
                     self._folder.event("ending a worker", why, worker=number)
                     self._crew.kill(number)
                 case GiveUp(why):
-                    self._fail("the run:", why, "", 1, max(self._ledger.places))
+                    self._fail("the run:", why, "", 1, max(self._journal.places))
         self._desk.settle()
         self._tell_members()
 
@@ -490,7 +490,7 @@ class Leader:
                 self._follow_up(self._membership.ready(worker))
                 self._desk.wait(peer, ("join", worker))
             case messages.Entering(term):
-                view = self._ledger.views.get(term)
+                view = self._journal.views.get(term)
                 peer.send(self._next(view) if view else messages.Refused(f"there is no term {term}"))
             case messages.Healed():
                 instructions = self._membership.healed(worker)
@@ -504,7 +504,7 @@ class Leader:
                 answer, fd = self._segments.grant(name, size, self._job.workers)
                 peer.send(answer, (fd,) if fd is not None else ())
             case messages.Put(key, value):
-                self._ledger.facts[key] = value
+                self._journal.facts[key] = value
                 self._save()
                 peer.send(messages.Done())
                 self._desk.settle()
@@ -518,20 +518,21 @@ class Leader:
     def _welcome(self, peer: Connection) -> None:
         view = self._membership.settled
         peer.send(
-            messages.Welcome(self._board.workers, view.term, list(view.members), self._ledger.deaths), (self._board.fd,)
+            messages.Welcome(self._board.workers, view.term, list(view.members), self._journal.deaths),
+            (self._board.fd,),
         )
 
     def _next(self, view: View) -> messages.Next:
-        return messages.Next(view.term, list(view.members), self._ledger.deaths)
+        return messages.Next(view.term, list(view.members), self._journal.deaths)
 
     def _known(self, key: Key) -> msgspec.Struct | None:
         """The answer to a question, once there is one."""
-        ledger = self._ledger
+        journal = self._journal
         match key:
-            case ("after", int(term)) if term in ledger.after:
-                return self._next(ledger.after[term])
-            case ("fact", str(name)) if name in ledger.facts:
-                return messages.Value(ledger.facts[name])
+            case ("after", int(term)) if term in journal.after:
+                return self._next(journal.after[term])
+            case ("fact", str(name)) if name in journal.facts:
+                return messages.Value(journal.facts[name])
             case ("join", int(worker)):
                 pending = self._membership.pending
                 return self._next(pending) if pending and worker in pending.members else None

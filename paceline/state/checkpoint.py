@@ -62,8 +62,11 @@ def newest_good(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
 class Writer:
     """Writes checkpoints beside the training, one at a time. An error is told and ends nothing."""
 
-    def __init__(self, folder: Path, keep: int, tell: Callable[[str], None]) -> None:
-        self._folder, self._keep, self._tell = folder, keep, tell
+    def __init__(
+        self, folder: Path, keep: int, tell: Callable[[str], None], before: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before`: what has to be on the disk first."""
+        self._folder, self._keep, self._tell, self._before = folder, keep, tell, before
         self._thread: threading.Thread | None = None
 
     def write(self, step: int, body: bytearray) -> None:
@@ -80,6 +83,7 @@ class Writer:
     def _write(self, step: int, body: bytearray) -> None:
         path = self._folder / f"step-{step:08d}.ckpt"
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._before()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:

@@ -8,6 +8,7 @@
     job.json         what was started, for `paceline resume`
     agent.json       where the run's agents are found, while it runs; `secret` lets one in
     checkpoints/     the run's state, if the run writes it
+    receipts/        what each step delivered, for `paceline verify`
 
 Lines are appended in one write each, so several processes may write one file. No torch in here.
 """
@@ -73,6 +74,7 @@ class RunFolder:
         self.agent = path / "agent.json"
         self.secret = path / "secret"
         self.checkpoints = path / "checkpoints"
+        self.receipts = path / "receipts"
 
     @staticmethod
     def create(runs: Path, name: str | None) -> RunFolder:

@@ -277,7 +277,7 @@ def test_items_of_a_stream_are_dealt_to_the_slots_in_turn() -> None:
     got = []
     for step in range(3):
         sizes = feed.sizes(0, step)
-        shares = [feed.share(0, step, slot) for slot in range(3)]
+        shares = [value(feed.share(0, step, slot)) for slot in range(3)]
         got.append((sizes, [None if s is None else s[:, 0].tolist() for s in shares]))
     feed.stop()
     assert got == [
