@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.loader import build_feed, map_tensors
-from paceline.data.pieces import cut
+from paceline.data.pieces import NOTHING, cut
 from paceline.steps import Batch, TimeSplit
-from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain
+from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain, value
 
 
 def weights(sizes: list[int]) -> list[float]:
@@ -55,11 +55,11 @@ def test_a_slot_without_a_sample_is_lent_a_copy_of_anothers(loader: DataLoader[A
     feed.start(0, 1, range(3, 4))
     stepper: Any = SimpleNamespace(mine=range(3, 4), device=CPU)
     batch = Batch(stepper, feed, 0, 1)
-    before = plain(feed.share(0, 1, 0))
+    before = plain(value(feed.share(0, 1, 0)))
     lent = batch.offered()
     map_tensors(lent, lambda tensor: tensor.zero_().sub_(1))
-    assert plain(lent) != before and plain(feed.share(0, 1, 0)) == before
-    assert batch.count(3) == 0, "what is lent is not counted"
+    assert plain(lent) != before and plain(value(feed.share(0, 1, 0))) == before
+    assert batch.taken(3) == NOTHING, "what is lent is not counted"
     feed.stop()
 
 

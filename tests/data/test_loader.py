@@ -22,7 +22,7 @@ from torch.utils.data import (
 from paceline.data.loader import MapFeed, StreamFeed, TensorFeed, build_feed
 from paceline.data.partition import Split
 from paceline.errors import UsageError
-from tests.data.loaders import EVEN, ROWS, Augmented, Many, Stream, numbers, own_collate, plain, steps_of
+from tests.data.loaders import EVEN, ROWS, Augmented, Many, Stream, numbers, own_collate, plain, steps_of, value
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
