@@ -106,8 +106,12 @@ class Keeping:
         """A run that was stopped can go on later."""
         run = self._run
         if run.stopped and run.settings.checkpoint_every and run.step != self._last_step:
-            self._recorder.finish()
+            self.settle()
             self._checkpoint()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was taken is written, or is known not to be."""
         self._recorder.finish()
 
     def _checkpoint(self) -> None:

@@ -10,16 +10,14 @@ from pathlib import Path
 
 
 class Disk:
-    """Of two megabytes. Where nothing can be mounted, the limit on a file's size stands in for it."""
+    """Where nothing can be mounted, the limit on a file's size stands in for it, in the process that asks."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir()
-        self._mounted = _call("mount", "-t", "tmpfs", "-o", "size=2m", "paceline-test", str(path))
+    def __init__(self, path: Path, mounted: bool) -> None:
+        self.path, self.mounted = path, mounted
         self._limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(self) -> None:
-        if self._mounted:
+        if self.mounted:
             with open(self.path / "filler", "wb", buffering=0) as file:
                 try:
                     while file.write(bytes(4096)):
@@ -30,22 +28,17 @@ class Disk:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limit[1]))
 
     def make_read_only(self) -> None:
-        if self._mounted:
+        if self.mounted:
             assert _call("mount", "-o", "remount,ro", str(self.path))
         else:
             self.fill()
 
     def free(self) -> None:
-        if self._mounted:
+        if self.mounted:
             assert _call("mount", "-o", "remount,rw", str(self.path))
             (self.path / "filler").unlink(missing_ok=True)
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, self._limit)
-
-    def close(self) -> None:
-        self.free()
-        if self._mounted:
-            assert _call("umount", str(self.path))
 
 
 def _call(*command: str) -> bool:
@@ -53,9 +46,13 @@ def _call(*command: str) -> bool:
 
 
 @contextmanager
-def small_disk(path: Path) -> Iterator[Disk]:
-    disk = Disk(path)
+def small_disk(path: Path, megabytes: int = 2) -> Iterator[Disk]:
+    path.mkdir()
+    mounted = _call("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "paceline-test", str(path))
+    disk = Disk(path, mounted)
     try:
         yield disk
     finally:
-        disk.close()
+        disk.free()
+        if mounted:
+            assert _call("umount", str(path))
