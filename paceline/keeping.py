@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
-from paceline.state.checkpoint import Checkpoint, Writer
+from paceline.state.checkpoint import Checkpoint, step_of
 from paceline.state.ledger import Head, Ledger
+from paceline.state.places import place
+from paceline.state.recorder import Recorder
 from paceline.state.snapshot import Snapshot
+from paceline.state.writer import Writer
 
 if TYPE_CHECKING:
     from paceline.run import Run
@@ -27,7 +30,13 @@ class Keeping:
         self._run = run
         folder = run._session.folder
         self.ledger = Ledger(folder.receipts, self._tell)
-        self._writer = Writer(folder.checkpoints, run.settings.keep, self._tell, before=self.ledger.sync)
+        self._address = folder.checkpoints_at(run.settings.checkpoints)
+        writer = Writer(self._address, run.settings.keep, self._may_publish, self._tell, self.ledger.sync)
+        self._recorder = Recorder(writer)
+        self._seen = False
+        """Whether the state has been looked through once for what cannot be kept."""
+        self._owed = False
+        """A checkpoint was due and could not be used: the next step gives one."""
         self._last_step = -1
 
     def capture(self) -> Snapshot:
@@ -70,9 +79,12 @@ class Keeping:
         self._begin_lineage(*tree["lineage"])
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, at any worker count."""
+        """Go on from the run's checkpoint of this name, at any worker count."""
         run = self._run
-        snapshot = Snapshot.read(Checkpoint(path, 0).read())
+        try:
+            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(path.name)).read())
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
         for name in _BITS:
             mine = getattr(run.settings, name)
@@ -115,25 +127,38 @@ class Keeping:
         """A step is over, the next has not begun."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
+        self._owed = not self._recorder.settle() or self._owed
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
-        if every and stepper.step % every == 0:
+        if not every:
+            return
+        if not self._seen:
+            self._seen = True
+            self.capture()  # refuses what cannot be kept: now, not hours later
+        if stepper.step % every == 0 or self._owed:
             self._checkpoint()
 
     def finish(self) -> None:
         """A run that was stopped can go on later."""
         run = self._run
         if run.stopped and run.settings.checkpoint_every and run.step != self._last_step:
+            self.settle()
             self._checkpoint()
-        self._writer.wait()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was taken is written, or is known not to be."""
+        self._recorder.finish()
 
     def _checkpoint(self) -> None:
-        self._last_step = self._run.step
-        if self._run.is_main:
-            snapshot = self.capture()
-            body = bytearray(snapshot.nbytes)
-            snapshot.write(memoryview(body))
-            self._writer.write(self._run.step, body)
+        run = self._run
+        if run.is_main and self._recorder.take(run.step, self.capture(), run._replica.optimizers):
+            self._last_step, self._owed = run.step, False
+
+    def _may_publish(self) -> bool:
+        """A worker that the others have gone on without must not overwrite what they write."""
+        session = self._run._session
+        return session.is_main and not session.board.gone(session.worker)
 
     def _tell(self, text: str) -> None:
         self._run._session.folder.event("warning", text)
