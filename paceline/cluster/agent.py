@@ -18,11 +18,14 @@ from paceline.cluster.board import Board
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.cluster.kept import BOARD, Kept
-from paceline.cluster.leader import REPLACEMENTS, Leader
+from paceline.cluster.leader import Leader
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Taken, stand_by
 from paceline.cluster.store import Store
 from paceline.watch.folder import RunFolder
+
+REPLACEMENTS = 100
+"""How many workers a run may start anew before it makes do with those it has."""
 
 
 def start_agent(folder: RunFolder, first: bool) -> subprocess.Popen[bytes]:
