@@ -83,6 +83,11 @@ class Feeding:
     def end_loop(self) -> None:
         self._stepper = None
 
+    @property
+    def at_end(self) -> bool:
+        """Whether every loader that this epoch has used is at its end."""
+        return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
+
     def epoch_done(self) -> None:
         self._positions = {}
 

@@ -37,7 +37,6 @@ class Keeping:
         """Whether the state has been looked through once for what cannot be kept."""
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
-        self._last_step = -1
 
     def capture(self) -> Snapshot:
         """The state between two steps; its tensors are references until it is written."""
@@ -135,15 +134,19 @@ class Keeping:
         if not self._seen:
             self._seen = True
             self.capture()  # refuses what cannot be kept: now, not hours later
-        if stepper.step % every == 0 or self._owed:
+        if run.stopped:
+            self.at_stop()
+        elif stepper.step % every == 0 or self._owed:
             self._checkpoint()
 
-    def finish(self) -> None:
-        """A run that was stopped can go on later."""
-        run = self._run
-        if run.stopped and run.settings.checkpoint_every and run.step != self._last_step:
+    def at_stop(self) -> None:
+        """The run stops here, so that it can go on later; what the script still does is not part of it."""
+        if self._run.settings.checkpoint_every:
             self.settle()
             self._checkpoint()
+            self.settle()
+
+    def finish(self) -> None:
         self.settle()
 
     def settle(self) -> None:
@@ -153,7 +156,7 @@ class Keeping:
     def _checkpoint(self) -> None:
         run = self._run
         if run.is_main and self._recorder.take(run.step, self.capture(), run._replica.optimizers):
-            self._last_step, self._owed = run.step, False
+            self._owed = False
 
     def _may_publish(self) -> bool:
         """A worker that the others have gone on without must not overwrite what they write."""

@@ -183,11 +183,16 @@ class Run:
                 stepper.epoch = epoch
                 self._session.row.describe(total_steps=self._feeding.total_steps(count))
                 yield epoch
-                self._epochs_done = epoch + 1
+                if self.stopped and not self._feeding.at_end:
+                    break  # in the middle of an epoch, which a resumed run goes on with
+                self._epochs_done = stepper.epoch = epoch + 1
                 self._feeding.epoch_done()
+                if self.stopped:
+                    break
                 self._between_points("the end of an epoch")
                 self._stopping.agree(stepper.step, self.metrics)
                 if self.stopped:
+                    self._keeping.at_stop()
                     break
         finally:
             self._feeding.end_loop()
