@@ -190,8 +190,7 @@ class Run:
                 if self.stopped:
                     break
                 self._between_points("the end of an epoch")
-                self._stopping.agree(stepper.step, self.metrics)
-                if self.stopped:
+                if self._stopping.agree(stepper.step, self.metrics):
                     self._keeping.at_stop()
                     break
         finally:
