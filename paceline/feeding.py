@@ -24,7 +24,7 @@ class Feeding:
 
     def __init__(self, session: Session, terms: Terms, stopping: Stopping, at_boundary: Callable[[], None]) -> None:
         self._session, self._terms, self._stopping, self._at_boundary = session, terms, stopping, at_boundary
-        self._feeds: list[Feed] = []
+        self.feeds: list[Feed] = []
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
         self._stepper: Stepper | None = None
@@ -40,9 +40,9 @@ class Feeding:
         """From now on, iterating this loader gives the run's batches."""
         if adopted(loader):
             raise UsageError(f"{user_line()}: this loader was given to prepare() already")
-        settings, number = self._session.settings, len(self._feeds)
+        settings, number = self._session.settings, len(self.feeds)
         feed = build_feed(loader, settings.slots, self._split, mix(settings.seed, number))
-        self._feeds.append(feed)
+        self.feeds.append(feed)
         if self._session.is_main and number == 0:
             words, sizes = self._batch_words(feed), feed.sizes(0, 0) if feed.steps else None
             self._session.notice(words)
@@ -58,14 +58,14 @@ class Feeding:
 
     def words(self) -> list[str]:
         """The first loader's batches and steps, for --dry-run."""
-        if not self._feeds:
+        if not self.feeds:
             return []
-        feed = self._feeds[0]
+        feed = self.feeds[0]
         return [self._batch_words(feed), f"{feed.steps or 'an unknown number of'} steps an epoch"]
 
     def total_steps(self, epochs: int) -> int:
         """Steps of a run of so many epochs; 0 if nobody can know."""
-        per_epoch = self._feeds[0].steps if self._feeds else None
+        per_epoch = self.feeds[0].steps if self.feeds else None
         total = per_epoch * epochs if per_epoch else 0
         limit = self._session.settings.steps
         return min(total, limit) if total and limit else total or limit
@@ -83,15 +83,20 @@ class Feeding:
     def end_loop(self) -> None:
         self._stepper = None
 
+    @property
+    def at_end(self) -> bool:
+        """Whether every loader that this epoch has used is at its end."""
+        return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
+
     def epoch_done(self) -> None:
         self._positions = {}
 
     def capture(self) -> list[tuple[int, int] | None]:
         """The position in each loader."""
-        return [self._positions.get(number) for number in range(len(self._feeds))]
+        return [self._positions.get(number) for number in range(len(self.feeds))]
 
     def restore(self, positions: list[tuple[int, int] | None]) -> None:
-        for number, (_, position) in enumerate(zip(self._feeds, positions, strict=True)):
+        for number, (_, position) in enumerate(zip(self.feeds, positions, strict=True)):
             if position is not None:
                 self._positions[number] = position
 
@@ -99,7 +104,7 @@ class Feeding:
 
     def _batches(self, feed_number: int) -> Iterator[Any]:
         """What `for batch in loader` runs."""
-        feed, stepper = self._feeds[feed_number], self._stepper
+        feed, stepper = self.feeds[feed_number], self._stepper
         if stepper is None:
             yield from self._peek(feed)
             return
@@ -162,7 +167,7 @@ class Feeding:
                 shares = [feed.share(0, number, slot) for slot in slots]
                 if shares[0] is None:
                     break
-                yield shares[0]
+                yield shares[0].value
                 number += 1
         finally:
             feed.stop()

@@ -6,27 +6,44 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.data.order import mix
+from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
-from paceline.state.checkpoint import Checkpoint, Writer
+from paceline.state.checkpoint import Checkpoint, step_of
+from paceline.state.ledger import Head, Ledger
+from paceline.state.places import place
+from paceline.state.recorder import Recorder
 from paceline.state.snapshot import Snapshot
+from paceline.state.writer import Writer
 
 if TYPE_CHECKING:
     from paceline.run import Run
+    from paceline.steps import Batch
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
+_LINEAGE = mix(203)
 
 
 class Keeping:
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._writer = Writer(run._session.folder.checkpoints, run.settings.keep, self._tell)
-        self._last_step = -1
+        folder = run._session.folder
+        self.ledger = Ledger(folder.receipts, self._tell)
+        self._address = folder.checkpoints_at(run.settings.checkpoints)
+        writer = Writer(self._address, run.settings.keep, self._may_publish, self._tell, self.ledger.sync)
+        self._recorder = Recorder(writer)
+        self._seen = False
+        """Whether the state has been looked through once for what cannot be kept."""
+        self._owed = False
+        """A checkpoint was due and could not be used: the next step gives one."""
 
     def capture(self) -> Snapshot:
         """The state between two steps; its tensors are references until it is written."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
+        if run.is_main:
+            self.ledger.write()  # who starts from this state remembers nothing before it
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
@@ -39,6 +56,7 @@ class Keeping:
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
                 "longest_gap_s": stepper.gaps.longest_s,
                 "positions": run._feeding.capture(),
+                "lineage": [self.ledger.lineage, self.ledger.head.first],
             }
         )
 
@@ -57,11 +75,15 @@ class Keeping:
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
         stepper.gaps.longest_s = tree["longest_gap_s"]
         run._feeding.restore(tree["positions"])
+        self._begin_lineage(*tree["lineage"])
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, at any worker count."""
+        """Go on from the run's checkpoint of this name, at any worker count."""
         run = self._run
-        snapshot = Snapshot.read(Checkpoint(path, 0).read())
+        try:
+            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(path.name)).read())
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
         for name in _BITS:
             mine = getattr(run.settings, name)
@@ -71,34 +93,75 @@ class Keeping:
                     f"pass --{name} {theirs[name]}"
                 )
         self.restore(snapshot)
+        self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
             run._session.notice(f"going on from step {run.step} ({path.name})")
             run._session.folder.event("resumed", str(path), step=run.step, workers=run._session.workers)
 
+    # receipts
+
+    def begin(self) -> None:
+        """Training begins here, in a lineage of its own, unless this worker came into one."""
+        if self.ledger.lineage < 0:
+            known = self._run.terms.gather(_LINEAGE, lambda: self.ledger.next_lineage().to_bytes(8, "little"))
+            self._begin_lineage(int.from_bytes(known[0], "little"), self._run.step)
+
+    def _begin_lineage(self, lineage: int, first: int) -> None:
+        dealings = tuple(feed.dealing for feed in self._run._feeding.feeds)
+        self.ledger.begin(lineage, Head(first, self._run.settings.seed, dealings))
+
+    def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
+        """A step is trained: its receipt is kept by all and written by main."""
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
+        loader, number = (
+            (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeding.feeds.index(batch.feed), batch.number)
+        )
+        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run.is_main)
+
+    # checkpoints
+
     def at_boundary(self) -> None:
         """A step is over, the next has not begun."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
+        self._owed = not self._recorder.settle() or self._owed
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
-        if every and stepper.step % every == 0:
+        if not every:
+            return
+        if not self._seen:
+            self._seen = True
+            self.capture()  # refuses what cannot be kept: now, not hours later
+        if run.stopped:
+            self.at_stop()
+        elif stepper.step % every == 0 or self._owed:
             self._checkpoint()
+
+    def at_stop(self) -> None:
+        """The run stops here, so that it can go on later; what the script still does is not part of it."""
+        if self._run.settings.checkpoint_every:
+            self.settle()
+            self._checkpoint()
+            self.settle()
 
     def finish(self) -> None:
-        """A run that was stopped can go on later."""
-        run = self._run
-        if run.stopped and run.settings.checkpoint_every and run.step != self._last_step:
-            self._checkpoint()
-        self._writer.wait()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was taken is written, or is known not to be."""
+        self._recorder.finish()
 
     def _checkpoint(self) -> None:
-        self._last_step = self._run.step
-        if self._run.is_main:
-            snapshot = self.capture()
-            body = bytearray(snapshot.nbytes)
-            snapshot.write(memoryview(body))
-            self._writer.write(self._run.step, body)
+        run = self._run
+        if run.is_main and self._recorder.take(run.step, self.capture(), run._replica.optimizers):
+            self._owed = False
+
+    def _may_publish(self) -> bool:
+        """A worker that the others have gone on without must not overwrite what they write."""
+        session = self._run._session
+        return session.is_main and not session.board.gone(session.worker)
 
     def _tell(self, text: str) -> None:
         self._run._session.folder.event("warning", text)

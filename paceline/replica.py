@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class Replica:
         """Everything that must be equal on all workers, as tensors and plain values."""
         return {
             "tensors": self._all_tensors(),
+            "names": self._names(),
             "trained": [param.requires_grad for model in self.models for param in model.parameters()],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -93,6 +95,22 @@ class Replica:
             for tensor in [*model.parameters(), *model.buffers()]:
                 found.setdefault(id(tensor), tensor.data if isinstance(tensor, nn.Parameter) else tensor)
         return list(found.values())
+
+    def _names(self) -> dict[str, int]:
+        """Which of all tensors each name of the state dict means, for who wants the weights alone."""
+        numbers: dict[int, int] = {}
+        names: dict[str, int] = {}
+        for model in self.models:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                numbers.setdefault(id(tensor), len(numbers))
+        for number, model in enumerate(self.models):
+            prefix = "" if len(self.models) == 1 else f"{number}."
+            kept = model.state_dict().keys()
+            named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+            for name, tensor in itertools.chain(*named):
+                if name in kept:
+                    names[prefix + name] = numbers[id(tensor)]
+        return names
 
     def weights_sha256(self) -> str:
         return weights_sha256(self.state_dict())

@@ -183,11 +183,15 @@ class Run:
                 stepper.epoch = epoch
                 self._session.row.describe(total_steps=self._feeding.total_steps(count))
                 yield epoch
-                self._epochs_done = epoch + 1
+                if self.stopped and not self._feeding.at_end:
+                    break  # in the middle of an epoch, which a resumed run goes on with
+                self._epochs_done = stepper.epoch = epoch + 1
                 self._feeding.epoch_done()
-                self._between_points("the end of an epoch")
-                self._stopping.agree(stepper.step, self.metrics)
                 if self.stopped:
+                    break
+                self._between_points("the end of an epoch")
+                if self._stopping.agree(stepper.step, self.metrics):
+                    self._keeping.at_stop()
                     break
         finally:
             self._feeding.end_loop()
@@ -238,6 +242,7 @@ class Run:
             self._keeping.resume(self._session.resume_from)
         if self._session.dry_run:
             self._show_settings()
+        self._keeping.begin()
         if self._feeding.training:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
         self._feeding.begin_loop(self._stepper)
@@ -263,6 +268,7 @@ class Run:
         stepper.stop_code = self._stop_code
         stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
         stepper.committed = self._after_commit
+        stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
         if stepper.flat_allowed and peers.size > 1:
             for model in self._replica.models:
@@ -332,6 +338,7 @@ class Run:
 
         def tell() -> None:
             if self.is_main:
+                self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
 

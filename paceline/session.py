@@ -144,7 +144,8 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        return not self.joining and self.view.members[0] == self.worker
+        """Whether this worker writes the run's files; not if it was taken for dead meanwhile."""
+        return not self.joining and self.view.members[0] == self.worker and not self.board.gone(self.worker)
 
     @property
     def slower(self) -> float:

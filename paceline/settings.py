@@ -42,6 +42,7 @@ class Settings:
     shm_limit: int = _setting(0, "most bytes of shared memory the run may take (0: what is free)")
     split: str = _setting("even", "how data is cut: even, rows, or one weight a slot")
     checkpoint_every: int = _setting(0, "write a checkpoint every so many steps, and when stopped (0: none)")
+    checkpoints: str = _setting("", "where checkpoints go: a folder or any fsspec address (empty: the run folder)")
     keep: int = _setting(3, "how many checkpoints to keep")
     lease: float = _setting(3.0, "seconds for which a process may be frozen before it counts as lost")
     grace: float = _setting(60.0, "seconds that workers train on without a coordinator before they stop")
@@ -59,7 +60,12 @@ class Settings:
                 f"{self.workers} workers for {slots} slots: a worker without a slot would have nothing to do; "
                 f"pass -n {slots} or --slots {self.workers} or more"
             )
-        return dataclasses.replace(self, slots=slots)
+        return dataclasses.replace(self, slots=slots, checkpoints=_anywhere(self.checkpoints))
+
+
+def _anywhere(address: str) -> str:
+    """A path that means the same from every directory; an address with a scheme does already."""
+    return os.path.abspath(address) if address and "://" not in address else address
 
 
 def next_power_of_two(n: int) -> int:

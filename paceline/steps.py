@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed, leading_size, map_tensors, place
+from paceline.data.loader import Feed, Share, leading_size, map_tensors, place
 from paceline.data.order import mix
+from paceline.data.pieces import NOTHING, Taken, cut, cut_ids, loose_tally, own_draw, tally
 from paceline.data.random import set_seed
+from paceline.data.receipts import NO_TALLY, Loose, Tally
 from paceline.errors import MismatchError, UsageError
 from paceline.gaps import Gaps
 from paceline.session import Session, user_line
@@ -27,8 +29,9 @@ from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.tree import Plan
 
 _IN_SHARE, _OUTSIDE = 1, 2  # keep the seeds of shares and of the code around them apart
-STOP, SAMPLES, DIGEST, TERM = range(4)
-"""Lanes of a reduce point: an asked-for stop, samples drawn, a digest of settings, the newest term known."""
+STOP, DIGEST, TERM = range(3)
+TALLY = slice(3, 6)
+"""Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
 
 
 @dataclass
@@ -63,16 +66,14 @@ class Batch:
     def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
         self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
         self.sizes = feed.sizes(epoch, number)
-        self.loaded: dict[int, Any] = {}
+        self.loaded: dict[int, Share | None] = {}
         """This worker's shares so far: a second reduce point in the step sees the same ones."""
 
-    def share(self, slot: int) -> Any:
+    def share(self, slot: int) -> Share | None:
         """The slot's share on the device; None if it has no sample."""
         if slot not in self.loaded:
-            value = self.feed.share(self.epoch, self.number, slot)
-            if value is not None:
-                value = place(value, self._stepper.device)
-            self.loaded[slot] = value
+            share = self.feed.share(self.epoch, self.number, slot)
+            self.loaded[slot] = None if share is None else Share(place(share.value, self._stepper.device), share.ids)
         return self.loaded[slot]
 
     def offered(self) -> Any:
@@ -84,17 +85,19 @@ class Batch:
         if share is None:
             lent = map_tensors(self.feed.stand_in(self.epoch, self.number), torch.clone)
             return place(lent, self._stepper.device)
-        return share
+        return share.value
 
-    def count(self, slot: int) -> int:
-        """Samples of a share that was drawn."""
+    def taken(self, slot: int) -> Taken:
+        """What a share that was drawn holds."""
         share = self.loaded[slot]
-        return 0 if share is None else self.sizes[slot] if self.sizes is not None else leading_size(share)
+        if share is None:
+            return NOTHING
+        return Taken(self.sizes[slot] if self.sizes is not None else leading_size(share.value), share.ids)
 
-    def weight(self, slot: int, share: Any) -> float:
+    def weight(self, slot: int, value: Any) -> float:
         """What this share counts for: 1 when all are alike, else its samples."""
         if self.sizes is None:
-            return float(leading_size(share))
+            return float(leading_size(value))
         if min(self.sizes) == max(self.sizes):
             return 1.0
         return float(self.sizes[slot])
@@ -142,14 +145,19 @@ class Stepper:
         self.redone = 0
         """Shares that this worker has computed for others who were lost."""
         self._flat_unseeded = self._is_flat = False
-        self._counts: dict[int, int] = {}
-        """Samples of each share that this worker has taken at the point in hand."""
-        self._met = False
+        self._taken: dict[int, Taken] = {}
+        """Of each share that this worker has taken at the point in hand."""
+        self.leaves = self.slots
+        """Shares that the step's batch is cut into."""
+        self._delivered: Tally | None = None
+        """What all workers together took in this step, once they have met."""
         self._mark = 0.0
         self.stop_code: Callable[[], int] = lambda: 0
         self.settings_digest: Callable[[], int] = lambda: 0
         self.committed: Callable[[list[int]], None] = lambda codes: None
         """Called after each reduce point with every worker's stop code."""
+        self.delivered: Callable[[Batch | None, Tally | Loose], None] = lambda batch, tally: None
+        """Called at the end of each step with what it trained."""
         self.next_term: Callable[[], object]
         """A peer is gone: enter the next term, with those who remain."""
         self.agreed_term = 0
@@ -166,7 +174,8 @@ class Stepper:
     # steps
 
     def begin(self, batch: Batch | None) -> None:
-        self.batch, self.call, self._counts, self.active, self._met = batch, 0, {}, True, False
+        self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
+        self.leaves = self.slots
         self._strategy.begin_step()
         if self.flat_allowed:
             self._strategy.weigh(self._flat_weight(self.mine[0]))
@@ -184,14 +193,18 @@ class Stepper:
         self.check_left_early()
         if self.call == 0 and not self.alone:
             self.no_reduce()
-        if not self._met:
+        if self._delivered is None:
             self.committed([self.stop_code()])
         self._count_step()
         self.active, self.batch = False, None
 
     def _count_step(self) -> None:
-        if not self._met:
-            self.samples += sum(map(self.batch.count, self.batch.loaded)) if self.batch else 1
+        delivered: Tally | Loose | None = self._delivered
+        if delivered is None:  # nobody was met: this worker's share is the batch
+            batch = self.batch
+            delivered = loose_tally(map(batch.taken, batch.loaded) if batch is not None else [own_draw(0)])
+        self.samples += delivered.samples
+        self.delivered(self.batch, delivered)
         self.step += 1
         self.gaps.step()
         self._row.progress(self.step, self.epoch, self.samples)
@@ -237,10 +250,12 @@ class Stepper:
         where = caller.f_code.co_filename, caller.f_lineno
         leaves = count or self.slots
         times = self._times_finer(leaves)
+        if self._delivered is None:
+            self.leaves = leaves
         point = Point(self.step, self.call, leaves)
         self._session.at = point.words
         plan, members = self._open(point)
-        self._counts = {}
+        self._taken = {}
         kept = len(plan.parts(self._peers.rank))
         due = plan.leaves_of(self._peers.rank)
         self.inside = True
@@ -259,7 +274,7 @@ class Stepper:
                     due = self._strategy.carry_on(point, rest, kept)
                     self.redone += len(due)
                     mine = set(rest.leaves_of(self._peers.rank)) - set(due)
-                    self._counts = {leaf: count for leaf, count in self._counts.items() if leaf in mine}
+                    self._taken = {leaf: taken for leaf, taken in self._taken.items() if leaf in mine}
         except GeneratorExit:
             self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
             raise
@@ -306,17 +321,17 @@ class Stepper:
         """A share and its weight; the weight is 0 where there is no sample."""
         batch = self.batch
         if batch is None:
-            self._counts[leaf] = 1
+            self._taken[leaf] = own_draw(leaf)
             return leaf, 1.0
         slot, piece = divmod(leaf, times)
         share = batch.share(slot)
         if share is None:
             return None, 0.0
         if times == 1:
-            self._counts[leaf] = batch.count(slot)
-            return share, batch.weight(slot, share)
-        part = place(_cut(share, piece, times), self.device)
-        self._counts[leaf] = leading_size(part)
+            self._taken[leaf] = batch.taken(slot)
+            return share.value, batch.weight(slot, share.value)
+        part = place(cut(share.value, piece, times), self.device)
+        self._taken[leaf] = Taken(leading_size(part), cut_ids(share, piece, times))
         return part, float(leading_size(part))
 
     def weigh(self, weight: float) -> None:
@@ -329,18 +344,19 @@ class Stepper:
     def _commit(self, point: Point) -> None:
         start, waited = time.perf_counter(), self._peers.waited_s
         self._row.enter(Phase.REDUCE)
-        drawn = sum(self._counts.values())
         quick = self.alone and point.leaves == 1  # nothing was met: the end of the step counts it
         stop = 0 if quick else self.stop_code()
         digest = 0 if quick else self.settings_digest()
-        lanes = [stop, drawn if self.call == 0 else 0, digest, self._session.board.next_term]
+        # A share counts once, however often the step shows it.
+        taken = tally(self._taken.values()) if self._delivered is None and not quick else NO_TALLY
+        lanes = [stop, digest, self._session.board.next_term, *taken]
         rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
         self._compare(rows[:, DIGEST].tolist())
         self.agreed_term = int(rows[:, TERM].min())
         self.call += 1
         if not quick:
-            self._met = True
-            self.samples += int(rows[:, SAMPLES].sum())
+            if self._delivered is None:
+                self._delivered = Tally.total(rows[:, TALLY])
             self._seed_outside()
             self.committed(rows[:, STOP].tolist())
         self._row.enter(Phase.COMPUTE)
@@ -367,7 +383,7 @@ class Stepper:
         if self.batch is None:
             return 1.0
         share = self.batch.share(slot)
-        return 0.0 if share is None else self.batch.weight(slot, share)
+        return 0.0 if share is None else self.batch.weight(slot, share.value)
 
     def before_forward(self, module: Any, arguments: Any) -> None:
         """In a flat loop a share begins with the first forward: from here on draws differ by slot.
@@ -391,7 +407,8 @@ class Stepper:
             )
         self._flat_point = Point(self.step, self.call, self.slots)
         self._session.at = self._flat_point.words
-        self._counts = {0: self.batch.count(self.mine[0]) if self.batch else 1}
+        slot = self.mine[0]
+        self._taken = {slot: self.batch.taken(slot) if self.batch is not None else own_draw(slot)}
         try:
             self._strategy.open(self._flat_point, flat=True)
         except TermEnded as ended:
@@ -415,21 +432,6 @@ class Stepper:
             f"{ended}, and a flat loop has no place for its share of the batch. Add the inner loop "
             "`for x, y in run.slots():` around forward and backward: then the others take it over"
         )
-
-
-def _cut(value: Any, piece: int, pieces: int) -> Any:
-    """One of several near-equal pieces of a collated batch, along its first dimension."""
-    if isinstance(value, torch.Tensor):
-        return torch.tensor_split(value, pieces)[piece] if value.dim() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(item, piece, pieces) for item in value))
-    if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
-        return type(value)(value[k] for k in torch.tensor_split(torch.arange(len(value)), pieces)[piece].tolist())
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cut(item, piece, pieces) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, _cut(item, piece, pieces)) for key, item in value.items())
-    return value
 
 
 def line_of_close() -> str:

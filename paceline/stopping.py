@@ -62,9 +62,10 @@ class Stopping:
         if self._session.is_main:
             self._session.folder.event("stopping", self.reason, step=step, worker=who)
 
-    def agree(self, step: int, metrics: Mapping[str, float]) -> None:
-        """At an epoch's end a wish to stop need not wait for another step."""
+    def agree(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """At an epoch's end a wish to stop need not wait for another step; whether all stop."""
         code = self.code(step, metrics)
         codes = [raw[0] for raw in self._terms.gather(_EPOCH, lambda: bytes([code]))]
         if not self.reason:
             self.settle(codes, step)
+        return self.reason is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,15 @@ def test_slots_follow_from_the_workers_unless_given(workers: int, slots: int) ->
     assert origins["slots"] == "derived"
     settings, origins = merge({"workers": workers}, {"slots": 24})
     assert (settings.slots, origins["slots"]) == (24, "argument")
+
+
+def test_a_folder_for_checkpoints_means_the_same_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Settings(checkpoints="kept").resolved().checkpoints == str(tmp_path / "kept")
+    assert Settings(checkpoints="s3://bucket/kept").resolved().checkpoints == "s3://bucket/kept"
+    assert Settings().resolved().checkpoints == ""
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1023, 1024), (1024, 1024), (1025, 2048)])

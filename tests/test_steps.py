@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.loader import build_feed, map_tensors
-from paceline.steps import Batch, TimeSplit, _cut
-from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain
+from paceline.data.pieces import NOTHING, cut
+from paceline.steps import Batch, TimeSplit
+from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain, value
 
 
 def weights(sizes: list[int]) -> list[float]:
@@ -54,11 +55,11 @@ def test_a_slot_without_a_sample_is_lent_a_copy_of_anothers(loader: DataLoader[A
     feed.start(0, 1, range(3, 4))
     stepper: Any = SimpleNamespace(mine=range(3, 4), device=CPU)
     batch = Batch(stepper, feed, 0, 1)
-    before = plain(feed.share(0, 1, 0))
+    before = plain(value(feed.share(0, 1, 0)))
     lent = batch.offered()
     map_tensors(lent, lambda tensor: tensor.zero_().sub_(1))
-    assert plain(lent) != before and plain(feed.share(0, 1, 0)) == before
-    assert batch.count(3) == 0, "what is lent is not counted"
+    assert plain(lent) != before and plain(value(feed.share(0, 1, 0))) == before
+    assert batch.taken(3) == NOTHING, "what is lent is not counted"
     feed.stop()
 
 
@@ -76,7 +77,7 @@ Pair = namedtuple("Pair", "x y")
     ids=["tensor", "list", "nested", "namedtuple"],
 )
 def test_pieces_of_a_batch_are_the_batch(batch: Any) -> None:
-    pieces = [_cut(batch, piece, 3) for piece in range(3)]
+    pieces = [cut(batch, piece, 3) for piece in range(3)]
     assert all(type(piece) is type(batch) for piece in pieces)
 
     def leaves(value: Any) -> list[torch.Tensor]:
@@ -94,12 +95,12 @@ def test_pieces_of_a_batch_are_the_batch(batch: Any) -> None:
 def test_text_is_cut_like_the_tensors_beside_it() -> None:
     """default_collate of (text, label) pairs gives a list or tuple of strings beside a tensor."""
     batch = (["a", "b", "c", "d"], torch.arange(4))
-    text, labels = _cut(batch, 1, 2)
+    text, labels = cut(batch, 1, 2)
     assert labels.tolist() == [2, 3] and list(text) == ["c", "d"]
 
 
 def test_a_number_beside_the_tensors_is_left_alone() -> None:
-    assert _cut((torch.arange(4), torch.tensor(5), 3), 0, 2)[1:] == (torch.tensor(5), 3)
+    assert cut((torch.arange(4), torch.tensor(5), 3), 0, 2)[1:] == (torch.tensor(5), 3)
 
 
 def test_compute_is_what_is_left_of_the_time() -> None:

@@ -22,7 +22,8 @@ _VERBS = {
     "runs": "List the runs.",
     "show": "Show one run: settings, result, events.",
     "logs": "Print a run's log files.",
-    "checkpoints": "List and check a run's checkpoints.",
+    "checkpoints": "List, check and export a run's checkpoints.",
+    "verify": "Prove from its receipts which samples a run trained.",
     "hash": "Print the weights hash of a file.",
     "doctor": "Check this machine.",
 }

@@ -16,7 +16,7 @@ from paceline.watch.folder import RunFolder
 
 
 def checkpoint_of(folder: RunFolder) -> str:
-    """The checkpoint to go on from; damaged ones are passed over, aloud."""
+    """The name of the checkpoint to go on from; damaged ones are passed over, aloud."""
 
     def tell(text: str) -> None:
         click.echo(f"paceline: {text}", err=True)
@@ -24,9 +24,9 @@ def checkpoint_of(folder: RunFolder) -> str:
 
     found = newest_good(folder.checkpoints, tell)
     if found is not None:
-        return str(found.path.absolute())
+        return found.name
     if listed(folder.checkpoints):
-        raise UsageError(f"none of the checkpoints in {folder.checkpoints} can be read; nothing was changed")
+        raise UsageError(f"none of the checkpoints at {folder.checkpoints} can be read; nothing was changed")
     raise UsageError(f"run {folder.id!r} has no checkpoint: start it with --checkpoint-every N next time")
 
 

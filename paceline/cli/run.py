@@ -53,6 +53,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--shm-limit", type=_Size(), help="Most shared memory the run may take, such as 4G.")
 @click.option("--split", help="How data is cut: even, rows, or one weight a slot (1,1,2,4).  [default: even]")
 @click.option("--checkpoint-every", type=int, help="Write a checkpoint every so many steps; see `paceline resume`.")
+@click.option("--checkpoints", help="Where they go: a folder or any fsspec address.  [default: the run folder]")
 @click.option("--keep", type=int, help="How many checkpoints to keep.  [default: 3]")
 @click.option("--lease", type=float, help="Seconds a frozen process may stay in the run.  [default: 3]")
 @click.option("--grace", type=float, help="Seconds workers train on without a coordinator.  [default: 60]")

@@ -16,13 +16,16 @@ from pathlib import Path
 
 from paceline.cluster.board import Board
 from paceline.cluster.job import Job
+from paceline.cluster.journal import Journal
 from paceline.cluster.kept import BOARD, Kept
-from paceline.cluster.leader import REPLACEMENTS, Leader
-from paceline.cluster.ledger import Ledger
+from paceline.cluster.leader import Leader
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Taken, stand_by
 from paceline.cluster.store import Store
 from paceline.watch.folder import RunFolder
+
+REPLACEMENTS = 100
+"""How many workers a run may start anew before it makes do with those it has."""
 
 
 def start_agent(folder: RunFolder, first: bool) -> subprocess.Popen[bytes]:
@@ -44,9 +47,9 @@ def main(arguments: list[str]) -> int:
         taken = stand_by(place, store, job.settings.lease)
     if taken is None:
         return 0
-    ledger = _ledger(job, store)
+    journal = _journal(job, store)
     leader = Leader(
-        job, folder, place, store, taken.fence, taken.kept, ledger, lambda: start_agent(folder, first=False)
+        job, folder, place, store, taken.fence, taken.kept, journal, lambda: start_agent(folder, first=False)
     )
     leader.lead()
     return 0
@@ -60,11 +63,11 @@ def _first_kept(job: Job) -> Kept:
     return kept
 
 
-def _ledger(job: Job, store: Store) -> Ledger:
+def _journal(job: Job, store: Store) -> Journal:
     """Where the last leader stopped; a fresh one, if it had not begun."""
     state = store.read().state
     starts = 0 if job.dry_run else REPLACEMENTS
-    return Ledger.decode(state) if state else Ledger.begin(job.workers, starts, time.monotonic())
+    return Journal.decode(state) if state else Journal.begin(job.workers, starts, time.monotonic())
 
 
 if __name__ == "__main__":

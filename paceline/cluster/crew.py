@@ -77,9 +77,12 @@ class Crew:
         for fork in self._asked.values():
             self._nursery.ask(fork)
 
-    def adopt(self, number: int, pid: int, pidfd: int) -> None:
-        """A worker that an earlier leader has started."""
-        self._take(Worker(number, pid, pidfd))
+    def adopt(self, number: int, pid: int, pidfd: int | None) -> None:
+        """A worker that an earlier leader has started. Without its pidfd it is looked for by its number."""
+        try:
+            self._take(Worker(number, pid, pidfd if pidfd is not None else os.pidfd_open(pid)))
+        except ProcessLookupError:
+            self._workers[number] = Worker(number, pid, dead_at=time.monotonic())
 
     def _take(self, worker: Worker) -> None:
         self._workers[worker.number] = worker

@@ -107,6 +107,8 @@ class Refused(msgspec.Struct, tag=True):
 class Shadow(msgspec.Struct, tag=True):
     """A standby's first message: send what must outlive the leader."""
 
+    pid: int
+
 
 class Keep(msgspec.Struct, tag=True):
     """A descriptor to hold on to: the board, a segment of shared memory, a worker's pidfd."""

@@ -56,7 +56,7 @@ def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s
     gone = leader < 0
     try:
         with wire.connect(f"{place.address}-{record.fence}", place.secret) as sock:
-            wire.send(sock, messages.Shadow())
+            wire.send(sock, messages.Shadow(os.getpid()))
             gone = _hold(sock, leader, kept, lease_s)
     except OSError:
         gone = gone or _is_dead(leader)

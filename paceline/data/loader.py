@@ -8,9 +8,11 @@ gives global batches, and its length is the steps of an epoch at any worker coun
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -23,8 +25,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.data.order import Order, Sampled, Shuffled, mix
-from paceline.data.partition import BatchShares, GivenBatches, ItemShares, RowShares, Shares, Split
+from paceline.data.dealing import Dealing
+from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
+from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
 from paceline.data.random import next_draws, seeded, set_seed
 from paceline.errors import UsageError
 
@@ -83,8 +86,19 @@ def _first_size(value: Any) -> int | None:
     return None
 
 
+class Share(NamedTuple):
+    """One slot's part of one batch: what was collated, and which samples were fetched for it."""
+
+    value: Any
+    ids: Ids
+    """As they were handed to the data set, not as the plan says: a receipt is made of them."""
+
+
 class Feed(Protocol):
     """Where a run's shares come from, whatever the user's loader was."""
+
+    dealing: Dealing
+    """Which ids a step should get, for whoever checks its receipt."""
 
     @property
     def steps(self) -> int | None:
@@ -99,9 +113,9 @@ class Feed(Protocol):
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         """Samples in each slot's share, or None if that is known only once they are loaded."""
 
-    def share(self, epoch: int, step: int, slot: int) -> Any:
-        """The collated share, or None when this slot has no sample in this step. Any slot's: those that
-        were aimed at come from the loader as it reads ahead, another one is fetched here and now."""
+    def share(self, epoch: int, step: int, slot: int) -> Share | None:
+        """The share, or None when this slot has no sample in this step. Any slot's: those that were aimed
+        at come from the loader as it reads ahead, another one is fetched here and now."""
 
     def stand_in(self, epoch: int, step: int) -> Any:
         """Some sample of this step, for a worker whose slot has none. It is another slot's: copy it."""
@@ -155,18 +169,23 @@ class _Aim:
         self.shares, self.seed, self._single = shares, seed, single
         self.epoch, self.first = 0, 0
         self.slots: Sequence[int] = ()
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """(step, slot) of every share to come that has a sample."""
-        for step in range(self.first, self.shares.steps):
-            sizes = self.shares.sizes(self.epoch, step)
-            yield from ((step, slot) for slot in self.slots if sizes[slot])
+        self.asked: deque[tuple[tuple[int, int], Ids]] = deque()
+        """(step, slot) and ids of what the loader was told to fetch and has not delivered yet; it does so in turn."""
 
     def __iter__(self) -> Iterator[Any]:
+        self.asked = deque()  # of this iterator alone: what an older one was asked for never comes
+        return self._ask(self.asked)
+
+    def _ask(self, asked: deque[tuple[tuple[int, int], Ids]]) -> Iterator[Any]:
         key = mix(self.seed, self.epoch, _ITEM)
-        for step, slot in self.places():
-            ids = self.shares.ids(self.epoch, step, slot).tolist()
-            yield (key, ids[0]) if self._single else (key, ids)
+        for step in range(self.first, self.shares.steps):
+            sizes = self.shares.sizes(self.epoch, step)
+            for slot in self.slots:
+                if not sizes[slot]:
+                    continue
+                ids = self.shares.ids(self.epoch, step, slot)
+                asked.append(((step, slot), ids))
+                yield (key, int(ids[0])) if self._single else (key, ids.tolist())
 
     def __len__(self) -> int:
         return (self.shares.steps - self.first) * len(self.slots)
@@ -180,14 +199,13 @@ def _any_id(shares: Shares, epoch: int, step: int) -> int:
 class MapFeed:
     """Any map-style data set, through the user's own DataLoader."""
 
-    def __init__(self, loader: DataLoader[Any], shares: Shares, seed: int) -> None:
-        self.batch = loader.batch_size
+    def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
+        self.batch, self.dealing = loader.batch_size, dealing
         self._shares = shares
-        self._aim = _Aim(shares, seed, single=loader.batch_sampler is None)
+        self._aim = _Aim(shares, dealing.seed, single=loader.batch_sampler is None)
         self._loader = _with_sampler(loader, self._aim, _Seeded(loader.dataset))
         self._items: Iterator[Any] | None = None
-        self._coming: Iterator[tuple[int, int]] = iter(())
-        self._early: dict[tuple[int, int], Any] = {}
+        self._early: dict[tuple[int, int], Share] = {}
         self._dataset: Any = loader.dataset
         self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
 
@@ -195,7 +213,7 @@ class MapFeed:
         aim = self._aim
         aim.epoch, aim.first, aim.slots = epoch, first_step, slots
         self._shares.begin(epoch)
-        self._items, self._coming, self._early = iter(self._loader), aim.places(), {}
+        self._items, self._early = iter(self._loader), {}
 
     @property
     def steps(self) -> int | None:
@@ -204,26 +222,29 @@ class MapFeed:
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         return None if isinstance(self._shares, ItemShares) else self._shares.sizes(epoch, step)
 
-    def share(self, epoch: int, step: int, slot: int) -> Any:
+    def share(self, epoch: int, step: int, slot: int) -> Share | None:
         if self._items is None or not len(self._shares.ids(epoch, step, slot)):
             return None
         if (step, slot) in self._early:
             return self._early.pop((step, slot))
         if slot not in self._aim.slots:
             return self._fetch(epoch, step, slot)
-        for place, item in zip(self._coming, self._items, strict=False):
+        for item in self._items:
+            place, ids = self._aim.asked.popleft()
+            share = Share(item, ids)
             if place == (step, slot):
-                return item
+                return share
             # Asked for out of order: slots were dealt anew. What is passed over may still be wanted in this step.
             self._early = {known: value for known, value in self._early.items() if known[0] == step}
-            self._early[place] = item
+            self._early[place] = share
         return self._fetch(epoch, step, slot)
 
-    def _fetch(self, epoch: int, step: int, slot: int) -> Any:
+    def _fetch(self, epoch: int, step: int, slot: int) -> Share:
         """As the loader's own processes would have."""
-        ids = self._shares.ids(epoch, step, slot).tolist()
+        ids = self._shares.ids(epoch, step, slot)
         key, data, collate = mix(self._aim.seed, epoch, _ITEM), self._loader.dataset, self._loader.collate_fn
-        return collate(data[key, ids[0]] if self._collate is None else data.__getitems__((key, ids)))  # type: ignore[attr-defined]
+        single = self._collate is None
+        return Share(collate(data[key, int(ids[0])] if single else data.__getitems__((key, ids.tolist()))), ids)  # type: ignore[attr-defined]
 
     def stand_in(self, epoch: int, step: int) -> Any:
         index = _any_id(self._shares, epoch, step)
@@ -238,9 +259,9 @@ class MapFeed:
 class TensorFeed:
     """A TensorDataset under the default collate: rows are taken by one indexed copy."""
 
-    def __init__(self, loader: DataLoader[Any], shares: Shares) -> None:
+    def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
         self.steps: int | None = shares.steps
-        self.batch = loader.batch_size
+        self.batch, self.dealing = loader.batch_size, dealing
         self._shares = shares
         self._tensors = loader.dataset.tensors  # type: ignore[attr-defined]
         self._pin = loader.pin_memory and torch.cuda.is_available()
@@ -251,13 +272,13 @@ class TensorFeed:
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         return self._shares.sizes(epoch, step)
 
-    def share(self, epoch: int, step: int, slot: int) -> Any:
+    def share(self, epoch: int, step: int, slot: int) -> Share | None:
         ids = self._shares.ids(epoch, step, slot)
         if not len(ids):
             return None
         rows = torch.from_numpy(ids)
         share = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
-        return [tensor.pin_memory() for tensor in share] if self._pin else share
+        return Share([tensor.pin_memory() for tensor in share] if self._pin else share, ids)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         first = _any_id(self._shares, epoch, step)
@@ -271,16 +292,17 @@ class StreamFeed:
     """An IterableDataset: item j belongs to step j // slots, slot j % slots.
 
     Every worker reads the whole stream and keeps its own items, so that all know how large the
-    others' are and when it ends; a resume skips what was trained.
+    others' are and when it ends; a resume skips what was trained. An item's id is its place in the stream.
     """
 
-    def __init__(self, loader: Iterable[Any], slots: int, seed: int) -> None:
+    def __init__(self, loader: Iterable[Any], dealing: Dealing) -> None:
         self.steps: int | None = None
         self.batch: int | None = None
-        self._loader, self._slots, self._seed = loader, slots, seed
+        self.dealing = dealing
+        self._loader, self._slots, self._seed = loader, dealing.slots, dealing.seed
         self._items: Iterator[Any] = iter(())
         self._epoch, self._step, self._at = 0, -1, 0
-        self._held: list[Any] = []
+        self._held: list[Share | None] = []
 
     def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
         self._epoch, self._step, self._at = epoch, -1, 0
@@ -293,21 +315,22 @@ class StreamFeed:
         self._held, self._step = [], self._step + 1
         for _ in range(self._slots):
             set_seed(mix(self._seed, self._epoch, _ITEM, self._at))
-            self._held.append(next(self._items, None))
+            item = next(self._items, None)
+            self._held.append(None if item is None else Share(item, np.array([self._at])))
             self._at += 1
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         while self._step < step:
             self._read_step()
-        return [0 if item is None else leading_size(item) for item in self._held]
+        return [0 if share is None else leading_size(share.value) for share in self._held]
 
-    def share(self, epoch: int, step: int, slot: int) -> Any:
+    def share(self, epoch: int, step: int, slot: int) -> Share | None:
         while self._step < step:
             self._read_step()
         return self._held[slot]
 
     def stand_in(self, epoch: int, step: int) -> Any:
-        return self._held[0]
+        return None if self._held[0] is None else self._held[0].value
 
     def stop(self) -> None:
         self._items, self._held = iter(()), []
@@ -329,7 +352,8 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any, dataset: Any) -> DataLo
     """
     inner = _copy_of(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    inner.__dict__.update({name: sampler, "dataset": dataset})
+    # in_order=False would deliver whichever batch is ready first, under another one's name.
+    inner.__dict__.update({name: sampler, "dataset": dataset, "in_order": True})
     return inner
 
 
@@ -354,34 +378,43 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
             "(for arrays: DataLoader(TensorDataset(torch.from_numpy(x), ...), batch_size=...))"
         )
     if isinstance(loader.dataset, IterableDataset):
-        return StreamFeed(_copy_of(loader), slots, seed)
+        return StreamFeed(_copy_of(loader), Dealing("stream", slots, seed))
     n = _size_of(loader.dataset)
-    sampler, batches = loader.sampler, loader.batch_sampler
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        given = GivenBatches(batches, slots, split, seed)
+        return MapFeed(loader, given, Dealing("given", slots, seed, n))
+    order = _order_of(loader.sampler, n, seed)
+    words = _ORDERS[type(order)]
     if batches is None:
-        return MapFeed(loader, ItemShares(_order_of(sampler, n, seed), slots), seed)
-    if type(batches) is not BatchSampler:
-        return MapFeed(loader, GivenBatches(batches, slots, split, seed), seed)
+        return MapFeed(loader, ItemShares(order, slots), Dealing("items", slots, seed, n, words, order.n))
     batch, drop_last = batches.batch_size, batches.drop_last
-    if split.kind == "rows":
-        if type(_order_of(sampler, n, seed)) is Sampled:
-            raise UsageError(
-                f"--split rows goes through the data set's own rows, so it cannot follow a {type(sampler).__name__} "
-                "as sampler: drop the sampler or use --split even"
-            )
-        shuffle = isinstance(sampler, RandomSampler)
-        shares: Shares = RowShares(n, batch, slots, seed, shuffle, drop_last)
-    else:
-        if batch < slots:
-            raise UsageError(
-                f"the batch of {batch} is smaller than the {slots} slots, so some would never train: "
-                f"raise batch_size to {slots} or more, or pass --slots {batch}"
-            )
-        shares = BatchShares(_order_of(sampler, n, seed), batch, slots, split, drop_last)
+    kind = "rows" if split.kind == "rows" else "batches"
+    dealing = Dealing(kind, slots, seed, n, words, order.n, batch, drop_last)
+    shares = _shares_of(order, dealing, split, type(loader.sampler).__name__)
     if shares.steps == 0:
         raise UsageError(f"drop_last=True with a batch of {batch} leaves no step in a data set of {n} samples")
     if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate and loader.num_workers == 0:
-        return TensorFeed(loader, shares)
-    return MapFeed(loader, shares, seed)
+        return TensorFeed(loader, shares, dealing)
+    return MapFeed(loader, shares, dealing)
+
+
+def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Shares:
+    """The shares of batches that are cut here; `sampler` is the name of the user's."""
+    batch, slots = dealing.batch, dealing.slots
+    if dealing.kind == "rows":
+        if dealing.order == "sampler":
+            raise UsageError(
+                f"--split rows goes through the data set's own rows, so it cannot follow a {sampler} "
+                "as sampler: drop the sampler or use --split even"
+            )
+        return dealing.rows()
+    if batch < slots:
+        raise UsageError(
+            f"the batch of {batch} is smaller than the {slots} slots, so some would never train: "
+            f"raise batch_size to {slots} or more, or pass --slots {batch}"
+        )
+    return BatchShares(order, batch, slots, split, dealing.drop_last)
 
 
 def _size_of(dataset: Any) -> int:
@@ -402,6 +435,9 @@ def _order_of(sampler: Any, n: int, seed: int) -> Order:
     if type(sampler) is SequentialSampler:
         return Order(n)
     return Sampled(sampler, seed)
+
+
+_ORDERS: dict[type[Order], str] = {Order: "sequential", Shuffled: "shuffled", Sampled: "sampler"}
 
 
 def adopt(loader: Any, iterate: Callable[[], Iterator[Any]], length: Callable[[], int]) -> None:

@@ -137,27 +137,27 @@ class RowShares(Shares):
 
     def __init__(self, n: int, batch: int, slots: int, seed: int, shuffle: bool, drop_last: bool) -> None:
         self.blocks = by_rows(n, slots)
-        self._per_step = [last - first for first, last in evenly(batch, slots)]
-        if min(self._per_step) < 1:
+        self.per_step = [last - first for first, last in evenly(batch, slots)]
+        if min(self.per_step) < 1:
             raise UsageError(f"--split rows needs a batch of at least the {slots} slots; it is {batch}")
-        self._orders: list[Order] = [
+        self.orders: list[Order] = [
             Shuffled(last - first, mix(seed, slot), first) if shuffle else _Block(first, last)
             for slot, (first, last) in enumerate(self.blocks)
         ]
         counts = [
             order.n // size if drop_last else -(-order.n // size)
-            for order, size in zip(self._orders, self._per_step, strict=True)
+            for order, size in zip(self.orders, self.per_step, strict=True)
         ]
         self.steps = min(counts) if drop_last else max(counts)
 
     def ids(self, epoch: int, step: int, slot: int) -> Ids:
-        size = self._per_step[slot]
-        return self._orders[slot].ids(epoch, step * size, (step + 1) * size)
+        size = self.per_step[slot]
+        return self.orders[slot].ids(epoch, step * size, (step + 1) * size)
 
     def sizes(self, epoch: int, step: int) -> list[int]:
         return [
             max(0, min((step + 1) * size, order.n) - step * size)
-            for order, size in zip(self._orders, self._per_step, strict=True)
+            for order, size in zip(self.orders, self.per_step, strict=True)
         ]
 
 

@@ -1,105 +1,163 @@
 """Checkpoints: the run's state in files, whole or not at all. No torch in here: the agent picks one to resume from.
 
-A checkpoint is one file, `checkpoints/step-00000120.ckpt`: a mark, the sha256 of the rest, a snapshot's
-bytes. It appears under its name only once it is complete and on the disk; the newest few are kept.
+A checkpoint is a folder, `step-00000120/`: a snapshot's bytes cut into shards, and `manifest.json` with each
+shard's size and checksum, and its own. The manifest is written last: without a good one there is no checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import threading
-from collections.abc import Callable
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-_MARK = b"PACELIN1"
-_HEAD = len(_MARK) + 32
-_NAME = re.compile(r"step-(\d+)\.ckpt")
+import msgspec
+
+from paceline.state.places import MANIFEST, Place, place
+
+SHARD = 64 << 20
+_PIECE = 4 << 20
+_NAME = re.compile(r"step-(\d{8,})")
+_FORMAT = 2
+
+
+class Shard(msgspec.Struct, frozen=True):
+    file: str
+    bytes: int
+    crc32: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    step: int
+    written: float
+    """Seconds since 1970."""
+    shards: list[Shard]
+    format: int = _FORMAT
+    crc32: int = 0
+    """Of this manifest, with a 0 here."""
+
+    @property
+    def size(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+    def encode(self) -> bytes:
+        crc = zlib.crc32(_json(msgspec.structs.replace(self, crc32=0)))
+        return _json(msgspec.structs.replace(self, crc32=crc))
+
+    @staticmethod
+    def decode(raw: bytes) -> Manifest:
+        """Raises ValueError for anything but the very bytes that `encode` gave."""
+        manifest = msgspec.json.decode(raw, type=Manifest)
+        if manifest.format != _FORMAT:
+            raise ValueError(f"it has format {manifest.format}, this version reads {_FORMAT}")
+        if manifest.encode() != raw:
+            raise ValueError("its checksum does not fit")
+        return manifest
+
+
+def _json(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no checkpoint's name; they are like {name_of(120)}")
+    return int(match[1])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    path: Path
+    place: Place
     step: int
 
-    def read(self) -> memoryview:
-        """The snapshot's bytes; raises ValueError, with the reason, if they are not what was written."""
+    @property
+    def name(self) -> str:
+        return name_of(self.step)
+
+    @property
+    def address(self) -> str:
+        return f"{self.place.address}/{self.name}"
+
+    def manifest(self) -> Manifest:
+        """What there should be; raises ValueError, with the reason, if that cannot be said."""
         try:
-            data = self.path.read_bytes()
+            with self.place.open(self.name, MANIFEST) as file:
+                manifest = Manifest.decode(file.read())
+        except FileNotFoundError:
+            raise ValueError(f"{self.address} has no manifest: it was never finished, or has lost it") from None
         except OSError as error:
-            raise ValueError(f"{self.path}: {error.strerror}") from None
-        if len(data) < _HEAD or data[: len(_MARK)] != _MARK:
-            raise ValueError(f"{self.path} is no checkpoint, or only the beginning of one")
-        body = memoryview(data)[_HEAD:]
-        if hashlib.sha256(body).digest() != data[len(_MARK) : _HEAD]:
-            raise ValueError(f"{self.path} is damaged: its checksum does not fit")
-        return body
+            raise ValueError(f"{self.address}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ValueError(f"{self.address} is damaged: its manifest cannot be read ({error})") from None
+        if manifest.step != self.step:
+            raise ValueError(f"{self.address} is the checkpoint of step {manifest.step}, under another's name")
+        return manifest
+
+    def sized(self) -> Manifest:
+        """The quick look: every shard is there, and as long as it should be."""
+        manifest = self.manifest()
+        for shard in manifest.shards:
+            try:
+                size = self.place.size(self.name, shard.file)
+            except OSError as error:
+                raise ValueError(f"{self.address}: {shard.file}: {error.strerror or error}") from None
+            if size != shard.bytes:
+                raise ValueError(f"{self.address} is damaged: {shard.file} has {size} of {shard.bytes} bytes")
+        return manifest
+
+    def check(self) -> Manifest:
+        """Read it through; raises ValueError, with the reason, if it is not what was written."""
+        manifest = self.manifest()
+        for _ in self._pieces(manifest):
+            pass
+        return manifest
+
+    def read(self) -> memoryview:
+        """The snapshot's bytes, checked."""
+        manifest = self.manifest()
+        whole, at = memoryview(bytearray(manifest.size)), 0
+        for piece in self._pieces(manifest):
+            whole[at : at + len(piece)] = piece
+            at += len(piece)
+        return whole
+
+    def _pieces(self, manifest: Manifest) -> Iterator[bytes]:
+        """All bytes in order. Whoever takes them to the end has seen every checksum compared."""
+        for shard in manifest.shards:
+            crc, left = 0, shard.bytes
+            try:
+                with self.place.open(self.name, shard.file) as file:
+                    while left and (piece := file.read(min(left, _PIECE))):
+                        crc, left = zlib.crc32(piece, crc), left - len(piece)
+                        yield piece
+                    longer = bool(file.read(1))
+            except OSError as error:
+                raise ValueError(f"{self.address}: {shard.file}: {error.strerror or error}") from None
+            if left or longer:
+                raise ValueError(f"{self.address} is damaged: {shard.file} does not have its {shard.bytes} bytes")
+            if crc != shard.crc32:
+                raise ValueError(f"{self.address} is damaged: the checksum of {shard.file} does not fit")
 
 
-def listed(folder: Path) -> list[Checkpoint]:
-    """A run's checkpoints, the oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
-    return sorted((Checkpoint(path, int(match[1])) for path, match in found if match), key=lambda c: c.step)
+def listed(address: str) -> list[Checkpoint]:
+    """What stands at an address under a checkpoint's name, good or not, the oldest first."""
+    where = place(address)
+    matches = filter(None, map(_NAME.fullmatch, where.names()))
+    return sorted((Checkpoint(where, int(match[1])) for match in matches), key=lambda found: found.step)
 
 
-def newest_good(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
+def newest_good(address: str, tell: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that can be read; each one passed over is told about."""
-    for checkpoint in reversed(listed(folder)):
+    for checkpoint in reversed(listed(address)):
         try:
-            checkpoint.read()
+            checkpoint.check()
         except ValueError as error:
             tell(f"{error}; trying the one before")
             continue
         return checkpoint
     return None
-
-
-class Writer:
-    """Writes checkpoints beside the training, one at a time. An error is told and ends nothing."""
-
-    def __init__(self, folder: Path, keep: int, tell: Callable[[str], None]) -> None:
-        self._folder, self._keep, self._tell = folder, keep, tell
-        self._thread: threading.Thread | None = None
-
-    def write(self, step: int, body: bytearray) -> None:
-        """Begin to write these bytes, which must not change any more; waits for the one before."""
-        self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, body), name="paceline-checkpoint", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _write(self, step: int, body: bytearray) -> None:
-        path = self._folder / f"step-{step:08d}.ckpt"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(_MARK + hashlib.sha256(body).digest())
-                file.write(body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            self._sync_folder()
-            for old in listed(self._folder)[: -self._keep]:
-                old.path.unlink(missing_ok=True)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            self._tell(f"no checkpoint at step {step}: {error.strerror}; training goes on, older checkpoints stay")
-
-    def _sync_folder(self) -> None:
-        """So that the new name outlives a power cut too."""
-        fd = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

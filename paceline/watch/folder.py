@@ -7,7 +7,8 @@
     summary.json     how it ended
     job.json         what was started, for `paceline resume`
     agent.json       where the run's agents are found, while it runs; `secret` lets one in
-    checkpoints/     the run's state, if the run writes it
+    checkpoints/     the run's state, if the run writes it and its settings name no other place
+    receipts/        what each step delivered, for `paceline verify`
 
 Lines are appended in one write each, so several processes may write one file. No torch in here.
 """
@@ -72,7 +73,7 @@ class RunFolder:
         self.job = path / "job.json"
         self.agent = path / "agent.json"
         self.secret = path / "secret"
-        self.checkpoints = path / "checkpoints"
+        self.receipts = path / "receipts"
 
     @staticmethod
     def create(runs: Path, name: str | None) -> RunFolder:
@@ -118,6 +119,15 @@ class RunFolder:
         """When, as far as its files tell."""
         known = self.read_json(self.config).get("started")
         return float(known) if known else self.path.stat().st_mtime
+
+    @property
+    def checkpoints(self) -> str:
+        """Where this run's checkpoints are, as far as its files tell."""
+        return self.checkpoints_at(self.read_json(self.config).get("settings", {}).get("checkpoints", ""))
+
+    def checkpoints_at(self, address: str) -> str:
+        """In the run folder, or under another address, which several runs may share."""
+        return f"{address.rstrip('/')}/{self.id}" if address else str(self.path / "checkpoints")
 
     def event(self, kind: str, why: str, **fields: Any) -> None:
         """Something happened, and why. Never raises: a full disk must not end a run."""

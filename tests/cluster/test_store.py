@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.ledger import Failure, Ledger
+from paceline.cluster.journal import Failure, Journal
 from paceline.cluster.membership import Publish, Start, View
 from paceline.cluster.store import FencedError, Store, file_system
 from paceline.errors import UsageError
@@ -85,15 +85,15 @@ def test_a_shared_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_ledger_survives_the_way_through_the_store() -> None:
-    ledger = Ledger.begin(3, 7, now=12.5)
-    ledger.enter(ledger.membership.died(1, "was killed"))
-    ledger.exits[1], ledger.failure = -9, Failure("worker 2:", "boom", "", 1, 2, 13.0)
-    assert Ledger.decode(ledger.encode()) == ledger
+    journal = Journal.begin(3, 7, now=12.5)
+    journal.enter(journal.membership.died(1, "was killed"))
+    journal.exits[1], journal.failure = -9, Failure("worker 2:", "boom", "", 1, 2, 13.0)
+    assert Journal.decode(journal.encode()) == journal
 
 
 def test_a_replacement_stands_in_the_place_of_the_lost() -> None:
-    ledger = Ledger.begin(3, 7, now=0.0)
-    ledger.exits[1] = -9
-    fresh = ledger.enter([Publish(View(2, (0, 2)), False, "x"), Start(3, "x")])
-    assert fresh == [View(2, (0, 2))] and ledger.places[3] == 1 and ledger.running == [0, 2, 3]
-    assert ledger.after == {1: View(2, (0, 2))}
+    journal = Journal.begin(3, 7, now=0.0)
+    journal.exits[1] = -9
+    fresh = journal.enter([Publish(View(2, (0, 2)), False, "x"), Start(3, "x")])
+    assert fresh == [View(2, (0, 2))] and journal.places[3] == 1 and journal.running == [0, 2, 3]
+    assert journal.after == {1: View(2, (0, 2))}

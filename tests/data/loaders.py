@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from paceline.data.loader import Feed
+from paceline.data.loader import Feed, Share
 from paceline.data.partition import Split
 
 EVEN, ROWS = Split(), Split("rows")
@@ -23,9 +23,13 @@ def steps_of(feed: Feed, slots: range, epoch: int = 0, first: int = 0, steps: in
     feed.start(epoch, first, slots)
     last = steps if steps is not None else feed.steps
     assert last is not None
-    got = [[feed.share(epoch, step, slot) for slot in slots] for step in range(first, last)]
+    got = [[value(feed.share(epoch, step, slot)) for slot in slots] for step in range(first, last)]
     feed.stop()
     return got
+
+
+def value(share: Share | None) -> Any:
+    return None if share is None else share.value
 
 
 def plain(value: Any) -> Any:

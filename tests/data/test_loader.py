@@ -22,7 +22,7 @@ from torch.utils.data import (
 from paceline.data.loader import MapFeed, StreamFeed, TensorFeed, build_feed
 from paceline.data.partition import Split
 from paceline.errors import UsageError
-from tests.data.loaders import EVEN, ROWS, Augmented, Many, Stream, numbers, own_collate, plain, steps_of
+from tests.data.loaders import EVEN, ROWS, Augmented, Many, Stream, numbers, own_collate, plain, steps_of, value
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -277,7 +277,7 @@ def test_items_of_a_stream_are_dealt_to_the_slots_in_turn() -> None:
     got = []
     for step in range(3):
         sizes = feed.sizes(0, step)
-        shares = [feed.share(0, step, slot) for slot in range(3)]
+        shares = [value(feed.share(0, step, slot)) for slot in range(3)]
         got.append((sizes, [None if s is None else s[:, 0].tolist() for s in shares]))
     feed.stop()
     assert got == [

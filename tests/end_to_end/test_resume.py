@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import TIMEOUT_S, environment, launch, paceline, write_script
+from paceline.state.checkpoint import listed
+from tests.end_to_end.killing import Doomed
+from tests.end_to_end.launching import launch, paceline, write_script
 
 SCRIPT = """
 import time, torch, torch.nn.functional as F
@@ -57,24 +54,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def killed(folder: Path, workers: int, after: int) -> Path:
-    """A run whose processes were all killed once it had logged this many steps."""
-    script = write_script(folder, SCRIPT)
-    command = [sys.executable, "-m", "paceline", "run", "--runs", "runs", "--name", "it", "-n", str(workers), *FLAGS]
-    with open(folder / "out", "wb") as out:
-        process = subprocess.Popen([*command, str(script)], cwd=folder, env=environment(), stdout=out, stderr=out)
-    metrics = folder / "runs" / "it" / "metrics.jsonl"
-    deadline = time.monotonic() + TIMEOUT_S
-    while not metrics.exists() or metrics.read_text().count("\n") < after:
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "out").read_text()
-        time.sleep(0.002)
-    # The agent first: its workers die with it.
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    events = [json.loads(line) for line in (folder / "runs" / "it" / "events.jsonl").read_text().splitlines()]
-    for pid in [event["pid"] for event in events if event["event"] == "worker started"]:
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-            time.sleep(0.002)
-    return folder / "runs" / "it"
+    """A run whose processes were all killed once it had logged this many steps and two checkpoints were there."""
+    doomed = Doomed(folder, write_script(folder, SCRIPT), workers, FLAGS)
+    checkpoints = str(doomed.folder / "checkpoints")
+    doomed.wait_for(lambda: doomed.steps() >= after and len(listed(checkpoints)) >= 2)
+    doomed.kill()
+    return doomed.folder
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -94,10 +79,11 @@ def test_all_killed_then_resumed_gives_the_same_bits(
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, reference: tuple[str, str]) -> None:
     folder = killed(tmp_path, 2, after=30)
-    newest = sorted((folder / "checkpoints").iterdir())[-1]
-    newest.write_bytes(newest.read_bytes()[:-9])
+    newest = listed(str(folder / "checkpoints"))[-1]
+    shard = Path(newest.address) / "state-0000.bin"
+    shard.write_bytes(shard.read_bytes()[:-9])
     checked = paceline("checkpoints", "--runs", "runs", "it", cwd=tmp_path)
-    assert checked.returncode == 1 and "DAMAGED" in checked.stdout and "good" in checked.stdout
+    assert checked.returncode == 1 and "DAMAGED" in checked.stdout and "complete" in checked.stdout
     done = paceline(
         "run", "--runs", "runs", "--name", "it", "--resume", "auto", "-n", "2", *FLAGS, "train.py", cwd=tmp_path
     )

@@ -22,7 +22,7 @@ class Failure(msgspec.Struct):
     at: float
 
 
-class Ledger(msgspec.Struct):
+class Journal(msgspec.Struct):
     membership: Membership
     started: float
     """On the machine's monotonic clock."""
@@ -45,17 +45,17 @@ class Ledger(msgspec.Struct):
     """How far the plan of faults has come."""
 
     @staticmethod
-    def begin(workers: int, starts_left: int, now: float) -> Ledger:
+    def begin(workers: int, starts_left: int, now: float) -> Journal:
         membership = Membership.begin(workers, starts_left)
         places = {number: number for number in membership.settled.members}
-        return Ledger(membership, now, {1: membership.settled}, places=places)
+        return Journal(membership, now, {1: membership.settled}, places=places)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(raw: bytes) -> Ledger:
-        return msgspec.msgpack.decode(raw, type=Ledger)
+    def decode(raw: bytes) -> Journal:
+        return msgspec.msgpack.decode(raw, type=Journal)
 
     def enter(self, instructions: list[Instruction]) -> list[View]:
         """Note down what the membership has decided; its new views."""

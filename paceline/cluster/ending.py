@@ -1,0 +1,63 @@
+"""How a run's end is told: its exit code, and the summary of one that came to no good end. No torch in here."""
+
+from __future__ import annotations
+
+import time
+
+from paceline.cluster.board import Board, Phase
+from paceline.cluster.job import Job
+from paceline.cluster.journal import Failure, Journal
+from paceline.watch.folder import RunFolder
+
+
+def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int:
+    """The exit code, once no worker is left."""
+    code = _exit_code(job, folder, journal, board)
+    folder.event("ended", folder.read_json(folder.summary).get("exit", ""), exit_code=code)
+    return code
+
+
+def _exit_code(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int:
+    if journal.failure is not None:
+        _tell_failure(folder, journal.failure)
+        _write_summary(job, folder, journal, board, f"failed: {journal.failure.who} {journal.failure.text}")
+        return journal.failure.exit_code
+    if job.dry_run:
+        return 0
+    finished = all(board.see(number).phase == Phase.FINISHED for number in journal.membership.settled.members)
+    if journal.killed or not (folder.read_json(folder.summary) or finished):
+        why = journal.killed or "no worker trained anything"
+        _write_summary(job, folder, journal, board, why)
+        if not {"-h", "--help"} & set(job.arguments):
+            folder.event("over", why, notice=why)
+        return 130 if journal.killed else 0
+    return journal.stop.exit_code
+
+
+def _tell_failure(folder: RunFolder, failure: Failure) -> None:
+    of_worker = failure.worker >= 0 and failure.exit_code != 2
+    folder.event(
+        "failed",
+        f"{failure.who} {failure.text}",
+        worker=failure.worker,
+        exit_code=failure.exit_code,
+        who=failure.who,
+        text=failure.text,
+        trace=failure.trace,
+        log=str(folder.log_of("worker", failure.worker)) if of_worker else "",
+    )
+
+
+def _write_summary(job: Job, folder: RunFolder, journal: Journal, board: Board, why: str) -> None:
+    """As much as is known of a run that did not write its own."""
+    rows = [board.see(number) for number in journal.places]
+    known = {
+        "run": folder.id,
+        "exit": why.splitlines()[0],
+        "steps": max(row.step for row in rows),
+        "samples": max(row.samples for row in rows),
+        "workers": job.workers,
+        "strategy": job.settings.strategy,
+        "wall_s": round(time.monotonic() - journal.started, 3),
+    }
+    folder.write_json(folder.summary, known)

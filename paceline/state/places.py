@@ -1,0 +1,170 @@
+"""Where checkpoints lie: a folder of this machine, or any address fsspec knows (s3://…, gs://…, memory://…).
+
+A place holds folders of files. A folder is drafted where no reader looks, or, where nothing can be renamed,
+without its manifest; publishing it is one rename, or the manifest's own write. No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from paceline.errors import UsageError
+
+MANIFEST = "manifest.json"
+_ASIDE = "."
+
+
+class Draft(Protocol):
+    """A folder that is being written. Nobody sees it until it is published."""
+
+    def add(self, file: str, pieces: Iterable[memoryview]) -> None: ...
+    def publish(self, manifest: bytes) -> None: ...
+    def drop(self) -> None: ...
+
+
+class Place(Protocol):
+    address: str
+
+    def names(self) -> list[str]: ...
+    def open(self, name: str, file: str) -> BinaryIO: ...
+    def size(self, name: str, file: str) -> int: ...
+    def begin(self, name: str) -> Draft: ...
+    def remove(self, name: str) -> None: ...
+    def sweep(self) -> None:
+        """Remove what writers that died have left behind."""
+
+
+def place(address: str) -> Place:
+    """The place of this address. fsspec is imported only where a scheme asks for it."""
+    return _Remote(address) if "://" in address else _Local(Path(address))
+
+
+class _Local:
+    def __init__(self, folder: Path) -> None:
+        self.address, self._folder = str(folder), folder
+
+    def names(self) -> list[str]:
+        if not self._folder.is_dir():
+            return []
+        return sorted(entry for entry in os.listdir(self._folder) if not entry.startswith(_ASIDE))
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        return open(self._folder / name / file, "rb")
+
+    def size(self, name: str, file: str) -> int:
+        return (self._folder / name / file).stat().st_size
+
+    def begin(self, name: str) -> Draft:
+        return _LocalDraft(self._folder, name)
+
+    def remove(self, name: str) -> None:
+        aside = self._folder / f"{_ASIDE}{name}.removed"
+        os.replace(self._folder / name, aside)  # a reader finds all of it or nothing
+        shutil.rmtree(aside)
+
+    def sweep(self) -> None:
+        for entry in os.listdir(self._folder):
+            if entry.startswith(_ASIDE):
+                shutil.rmtree(self._folder / entry, ignore_errors=True)
+
+
+class _LocalDraft:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._aside = folder / f"{_ASIDE}{name}.{os.getpid()}"
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+
+    def add(self, file: str, pieces: Iterable[memoryview]) -> None:
+        with open(self._aside / file, "wb", buffering=0) as target:
+            for piece in pieces:
+                at = 0
+                while at < len(piece):
+                    at += target.write(piece[at:])
+            os.fsync(target.fileno())
+
+    def publish(self, manifest: bytes) -> None:
+        self.add(MANIFEST, [memoryview(manifest)])
+        _sync(self._aside)
+        if (self._folder / self._name).exists():  # a damaged one: the run went on from an older one
+            _Local(self._folder).remove(self._name)
+        os.rename(self._aside, self._folder / self._name)
+        _sync(self._folder)
+
+    def drop(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """So that the names in a folder outlive a power cut too."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class _Remote:
+    """By fsspec. Object stores cannot rename: files are written where they stay, the manifest last."""
+
+    def __init__(self, address: str) -> None:
+        import fsspec
+
+        self.address = address.rstrip("/")
+        try:
+            self.files, self._root = fsspec.core.url_to_fs(self.address)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"--checkpoints {address}: {error}") from None
+
+    def at(self, name: str, file: str = "") -> str:
+        return "/".join(filter(None, (self._root.rstrip("/"), name, file)))
+
+    def names(self) -> list[str]:
+        self.files.invalidate_cache()
+        try:
+            found = self.files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        return cast(BinaryIO, self.files.open(self.at(name, file), "rb"))
+
+    def size(self, name: str, file: str) -> int:
+        return int(self.files.size(self.at(name, file)))
+
+    def begin(self, name: str) -> Draft:
+        if name in self.names():  # a damaged or an unfinished one: the run went on from an older one
+            self.remove(name)
+        return _RemoteDraft(self, name)
+
+    def remove(self, name: str) -> None:
+        if self.files.exists(self.at(name, MANIFEST)):  # first: without it there is no checkpoint
+            self.files.rm(self.at(name, MANIFEST))
+        if self.files.exists(self.at(name)):  # an object store forgets a folder with its last file
+            self.files.rm(self.at(name), recursive=True)
+
+    def sweep(self) -> None:
+        """Nothing lies aside here: an unfinished one stands among the others, and goes with the old ones."""
+
+
+class _RemoteDraft:
+    def __init__(self, place: _Remote, name: str) -> None:
+        self._place, self._name = place, name
+        place.files.makedirs(place.at(name), exist_ok=True)
+
+    def add(self, file: str, pieces: Iterable[memoryview]) -> None:
+        target: Any
+        with self._place.files.open(self._place.at(self._name, file), "wb") as target:
+            for piece in pieces:
+                target.write(piece)
+
+    def publish(self, manifest: bytes) -> None:
+        self._place.files.pipe_file(self._place.at(self._name, MANIFEST), manifest)
+
+    def drop(self) -> None:
+        self._place.remove(self._name)

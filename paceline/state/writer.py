@@ -1,0 +1,133 @@
+"""Writing checkpoints beside the training: one thread, one checkpoint at a time. No torch in here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Protocol
+
+from paceline.state.checkpoint import SHARD, Manifest, Shard, listed, name_of
+from paceline.state.places import Draft, Place, place
+
+_PIECE = 1 << 20  # checksummed and written while it is still in the cache
+_LOW_PRIORITY = 10
+
+
+class Body(Protocol):
+    """What is to be written. Both methods are called in the writer's thread."""
+
+    @property
+    def memory(self) -> memoryview: ...
+
+    def fill(self) -> None:
+        """Copy what has not been copied yet."""
+
+    def sound(self) -> bool:
+        """Whether the memory holds the state of one moment; waits until that is known."""
+
+
+class Writer:
+    """An error is told and ends nothing: training goes on, and what was written before stays."""
+
+    def __init__(
+        self,
+        address: str,
+        keep: int,
+        may_publish: Callable[[], bool],
+        tell: Callable[[str], None],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`before`: what has to be on the disk first."""
+        self._place: Place = place(address)
+        self._keep, self._may_publish, self._tell, self._before = keep, may_publish, tell, before
+        self._thread: threading.Thread | None = None
+        self._told = ""
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(self, step: int, body: Body) -> None:
+        """Begin to write; waits for the one before."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(step, body), name="paceline-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def leave_out(self, step: int) -> None:
+        """A step for which there is no time: the checkpoint before is still under way."""
+        self._say(step, "the one before is still being written")
+
+    def _write(self, step: int, body: Body) -> None:
+        draft: Draft | None = None
+        try:
+            body.fill()
+            # From here on nobody waits for this thread: it takes what time the training leaves.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+            draft = self._place.begin(name_of(step))
+            manifest = Manifest(step, time.time(), list(_write_shards(draft, body.memory)))
+            if self._must_not_publish(step, body):
+                draft.drop()
+                return
+            self._before()
+            draft.publish(manifest.encode())
+            draft, self._told = None, ""
+            self._tidy(step)
+        except Exception as error:  # noqa: BLE001  a store's client raises kinds of its own; none may end the training
+            if draft is not None:
+                with suppress(Exception):  # what cannot be written can often not be removed either
+                    draft.drop()
+            self._say(step, getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
+    def _must_not_publish(self, step: int, body: Body) -> bool:
+        if not body.sound():
+            self._say(
+                step, "the optimizer's state was changed by hand between two steps; the next step is taken instead"
+            )
+            return True
+        if not self._may_publish():
+            self._say(step, "another worker writes them now")
+            return True
+        return False
+
+    def _tidy(self, step: int) -> None:
+        """Keep the newest few up to this one. A later step's is a damaged one that the run will come past."""
+        self._place.sweep()
+        done = [found for found in listed(self._place.address) if found.step <= step]
+        for old in done[: -self._keep]:
+            self._place.remove(old.name)
+
+    def _say(self, step: int, why: str) -> None:
+        """Once for each reason, until a checkpoint is written again."""
+        if why != self._told:
+            self._told = why
+            self._tell(f"no checkpoint at step {step}: {why}; training goes on, older checkpoints stay")
+
+
+def _write_shards(draft: Draft, memory: memoryview) -> Iterator[Shard]:
+    for number, first in enumerate(range(0, len(memory), SHARD)):
+        shard, file = memory[first : first + SHARD], f"state-{number:04d}.bin"
+        pieces = _Checked(shard)
+        draft.add(file, pieces)
+        yield Shard(file, len(shard), pieces.crc32)
+
+
+class _Checked:
+    """Memory in pieces; its checksum, once all have been taken."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self.crc32 = memory, 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for first in range(0, len(self._memory), _PIECE):
+            piece = self._memory[first : first + _PIECE]
+            self.crc32 = zlib.crc32(piece, self.crc32)
+            yield piece

@@ -1,0 +1,178 @@
+"""Writing checkpoints: whole or not there, the newest few, by whom it may be; an error ends nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from paceline.errors import UsageError
+from paceline.state.checkpoint import listed, newest_good
+from paceline.state.writer import Writer
+from tests.state.disk import Disk, small_disk
+from tests.state.writing import Whole, body_of, write
+
+
+def steps(address: str | Path) -> list[int]:
+    return [checkpoint.step for checkpoint in listed(str(address))]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 4, 5, keep=2)
+    assert steps(tmp_path) == [4, 5]
+
+
+def test_a_good_one_never_makes_room_for_a_damaged_later_one(tmp_path: Path) -> None:
+    """The run went on from step 4 because 9 is damaged: 5 is newer in the run's own order, until 9 comes again."""
+    write(tmp_path, 4, 9)
+    (tmp_path / "step-00000009" / "state-0000.bin").write_bytes(b"")
+    write(tmp_path, 5, keep=1)
+    assert steps(tmp_path) == [5, 9]
+    write(tmp_path, 9, keep=1)
+    found = newest_good(str(tmp_path), print)
+    assert steps(tmp_path) == [9] and found is not None and bytes(found.read()) == body_of(9)
+
+
+def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000003.4711").mkdir()
+    (tmp_path / ".step-00000003.4711" / "state-0000.bin").write_bytes(b"half")
+    assert steps(tmp_path) == []
+    write(tmp_path, 4)
+    assert os.listdir(tmp_path) == ["step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("sound", "allowed", "words"), [(False, True, "changed by hand"), (True, False, "another worker writes them")]
+)
+def test_what_may_not_be_published_leaves_nothing(tmp_path: Path, sound: bool, allowed: bool, words: str) -> None:
+    write(tmp_path, 1)
+    told: list[str] = []
+    writer = Writer(str(tmp_path), 3, lambda: allowed, told.append)
+    writer.write(2, Whole(b"x", sound))
+    writer.wait()
+    assert len(told) == 1 and words in told[0]
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+class Held(Whole):
+    """A body whose soundness is not known until the test says so."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(raw)
+        self.settled = threading.Event()
+
+    def sound(self) -> bool:
+        return self.settled.wait(30)
+
+
+def test_nothing_is_to_be_seen_before_it_is_published(tmp_path: Path) -> None:
+    told: list[str] = []
+    asked = threading.Event()
+    body = Held(b"x" * 1000)
+    writer = Writer(str(tmp_path), 3, lambda: asked.set() is None, told.append)
+    writer.write(7, body)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob(".step-*/state-0000.bin")):
+        assert time.monotonic() < deadline
+    assert steps(tmp_path) == [] and writer.busy and not asked.is_set()
+    body.settled.set()
+    writer.wait()
+    assert steps(tmp_path) == [7] and asked.is_set() and told == [] and not writer.busy
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> object:
+    with small_disk(tmp_path / "disk") as made:
+        yield made
+
+
+@pytest.mark.parametrize("trouble", ["fill", "make_read_only"])
+def test_a_disk_that_takes_no_more_is_told_once_and_the_old_ones_stay(disk: Disk, trouble: str) -> None:
+    told: list[str] = []
+    writer = Writer(str(disk.path), 2, lambda: True, told.append)
+    big = bytes(range(256)) * 2000
+    writer.write(1, Whole(big))
+    writer.wait()
+    assert told == []
+    getattr(disk, trouble)()
+    for step in (2, 3):
+        writer.write(step, Whole(big))
+        writer.wait()
+    assert len(told) == 1 and told[0].startswith("no checkpoint at step 2: "), told
+    assert "training goes on, older checkpoints stay" in told[0]
+    assert steps(disk.path) == [1] and bytes(listed(str(disk.path))[0].read()) == big
+    disk.free()
+    writer.write(4, Whole(big))
+    writer.wait()
+    assert len(told) == 1 and steps(disk.path) == [1, 4]
+    assert not [name for name in os.listdir(disk.path) if name.startswith(".")], "nothing half-written stays"
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    assert "no checkpoint at step 3" in write(tmp_path / "checkpoints", 3)[0]
+
+
+# any address
+
+
+@pytest.fixture(params=["memory", "file"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> object:
+    yield f"memory://{tmp_path.name}/run" if request.param == "memory" else f"file://{tmp_path}/run"
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{tmp_path.name}"):
+        memory.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def test_any_address(address: str) -> None:
+    assert steps(address) == []
+    assert write(address, 1, 2, 3, keep=2) == []
+    assert steps(address) == [2, 3]
+    assert bytes(listed(address)[1].read()) == body_of(3)
+    listed(address)[0].sized()
+
+
+def test_at_an_address_an_unfinished_one_is_passed_over_and_overtaken(address: str) -> None:
+    write(address, 1, 2)
+    files, root = fsspec.core.url_to_fs(address)
+    files.rm(f"{root}/step-00000002/manifest.json")
+    told: list[str] = []
+    found = newest_good(address, told.append)
+    assert found is not None and found.step == 1 and "never finished" in told[0]
+    assert write(address, 2) == []
+    assert bytes(listed(address)[1].check().shards[0].file.encode()) == b"state-0000.bin"
+
+
+def test_at_an_address_a_damaged_one_is_found(address: str) -> None:
+    write(address, 1)
+    files, root = fsspec.core.url_to_fs(address)
+    files.pipe_file(f"{root}/step-00000001/state-0000.bin", b"State of step 1")
+    with pytest.raises(ValueError, match=r"checksum of state-0000\.bin does not fit"):
+        listed(address)[0].check()
+
+
+def test_a_lost_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "memory://lost"
+    write(address, 1)
+
+    def refuse(*arguments: object, **more: object) -> None:
+        raise TimeoutError("the store does not answer")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(fsspec.filesystem("memory").__class__, "pipe_file", refuse)
+            told = write(address, 2)
+        assert len(told) == 1 and "the store does not answer" in told[0]
+        assert steps(address) == [1]
+    finally:
+        fsspec.filesystem("memory").rm("/lost", recursive=True)
+
+
+@pytest.mark.parametrize("address", ["nosuchscheme://x/y"])
+def test_an_unknown_scheme_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="nosuchscheme"):
+        write(address, 1)
