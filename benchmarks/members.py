@@ -26,7 +26,7 @@ from paceline.cli.asking import ask
 from paceline.cluster import messages
 from paceline.cluster.board import Stop
 from paceline.cluster.job import Job
-from paceline.cluster.ledger import Ledger
+from paceline.cluster.journal import Journal
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import Store
 from paceline.settings import Settings
@@ -113,13 +113,13 @@ def _words(seconds: list[float]) -> str:
     return f"median {statistics.median(seconds) * 1e3:.0f} ms, longest {max(seconds) * 1e3:.0f} ms"
 
 
-def _ledger_words(place: Rendezvous) -> str:
+def _journal_words(place: Rendezvous) -> str:
     store = Store(place.store)
-    ledger = Ledger.decode(store.read().state)
+    journal = Journal.decode(store.read().state)
     store.close()
     began = time.perf_counter()
-    size = len(ledger.encode())
-    return f"the ledger has {size / 1024:.0f} KiB after {len(ledger.views)} views: {(time.perf_counter() - began) * 1e3:.1f} ms to encode"
+    size = len(journal.encode())
+    return f"the journal has {size / 1024:.0f} KiB after {len(journal.views)} views: {(time.perf_counter() - began) * 1e3:.1f} ms to encode"
 
 
 def measure(options: argparse.Namespace, folder: RunFolder) -> bool:
@@ -140,9 +140,11 @@ def measure(options: argparse.Namespace, folder: RunFolder) -> bool:
         print(f"a death, agreed on by all who had asked before: {_words(rounds.deaths_s[True])}")
         print(f"a death, agreed on by all who then ask: {_words(rounds.deaths_s[False])}")
         print(f"a newcomer, from its first byte until all are in its view: {_words(rounds.joins_s)}")
-        print(_ledger_words(place))
+        print(_journal_words(place))
         lease, leads = Settings().lease, members.board.leader
-        print(f"longest silence of the coordinator: {members.longest_silence_s:.2f} s (lease {lease:g} s), fence {leads}")
+        print(
+            f"longest silence of the coordinator: {members.longest_silence_s:.2f} s (lease {lease:g} s), fence {leads}"
+        )
         longest = max(*rounds.deaths_s[True], *rounds.deaths_s[False])
         return longest < _LIMIT_S and members.longest_silence_s < lease and leads == 1
     finally:

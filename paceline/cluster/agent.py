@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from paceline.cluster.board import Board
+from paceline.cluster.crew import Crew
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.cluster.kept import BOARD, Kept
@@ -35,7 +36,7 @@ def start_agent(folder: RunFolder, first: bool) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     first, folder = arguments[0] == "--first", RunFolder(Path(arguments[-1]))
     job = Job.read(folder)
     assert job is not None, f"{folder.job} is not there"
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
         return 0
     journal = _journal(job, store)
     leader = Leader(
-        job, folder, place, store, taken.fence, taken.kept, journal, lambda: start_agent(folder, first=False)
+        job, folder, place, store, taken.fence, taken.kept, journal, lambda: start_agent(folder, first=False), hire
     )
     leader.lead()
     return 0

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.cluster.board import Board
 from paceline.cluster.nursing import Born, Closed, Exited, Fork, Nursery, Refused
@@ -23,6 +22,8 @@ from paceline.watch.folder import RunFolder
 _CODE_MAY_TAKE_S = 0.5
 """How long after a worker's death the nursery may take to say its exit code."""
 _STOPPED = "T"
+_STAT_BYTES = 128
+"""The state stands early in the line, behind a number and a name of at most 15 characters."""
 
 
 @dataclass
@@ -229,7 +230,8 @@ class NurseryError(Exception):
 
 def _state(pid: int) -> str:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(_STAT_BYTES)
     except OSError:
         return ""
-    return text[text.rindex(")") + 2]
+    return chr(text[text.rindex(b")") + 2])

@@ -42,7 +42,7 @@ _NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
 
 
 class Leader:
-    """`start_standby` starts the agent that takes over from this one."""
+    """`start_standby` starts the agent that takes over from this one; `hire` has the worker processes."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Leader:
         kept: Kept,
         journal: Journal,
         start_standby: Callable[[], subprocess.Popen[bytes]],
+        hire: type[Crew] = Crew,
     ) -> None:
         self._job, self._folder, self._place = job, folder, place
         self._store, self._fence, self._kept, self._journal = store, fence, kept, journal
@@ -64,7 +65,7 @@ class Leader:
         segments = Segments(job.settings.shm_limit, kept)
         self._coordinator = Coordinator(job, folder, store, fence, journal, self._board, segments)
         self._answering = Answering(self._coordinator, folder, self._board, kept, segments)
-        self._crew = Crew(folder, self._board, self._selector, self._start_nursery, self._on_start, self._on_end)
+        self._crew = hire(folder, self._board, self._selector, self._start_nursery, self._on_start, self._on_end)
         address = f"{place.address}-{fence}"
         self._desk = Desk(address, place.secret, self._selector, self._answering.answer, self._answering.known)
         self._answering.desk = self._desk
@@ -75,6 +76,7 @@ class Leader:
         self._standby_at = 0.0
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._ended_at: dict[int, float] = {}
+        self._looked_at = 0.0
         self._signalled = False
         plan = Injection.of(job.faults, journal.faults)
         self._injection = Injection(plan, folder, self._crew, self._board, self._desk, self._standby_pid)
@@ -133,20 +135,25 @@ class Leader:
 
     def _turn(self) -> None:
         # A plan of faults wants to be met to the step.
-        for key, _ in self._selector.select(_TICK_S if self._injection.plan.over else _TICK_S / 10):
+        tick_s = _TICK_S if self._injection.plan.over else _TICK_S / 10
+        for key, _ in self._selector.select(tick_s):
             key.data(key.fileobj)
         if self._board.leader != self._fence:
             raise FencedError(f"fence {self._board.leader} leads the run; {self._fence} is over")
         self._board.beat()
-        self._tick(time.monotonic())
-
-    def _tick(self, now: float) -> None:
+        now = time.monotonic()
         self._crew.tick(now)
         for words in self._desk.tick(now):
             self._folder.event("refused", words)
+        if now - self._looked_at >= tick_s:
+            self._looked_at = now
+            self._look_around(now)
+
+    def _look_around(self, now: float) -> None:
+        """At every worker: with many of them too dear to be done whenever one of them says something."""
         rows = self._rows()
         self._tell_waits(rows, now)
-        self._check_odd_exits(now)
+        self._check_odd_exits(rows, now)
         self._see_frozen(now)
         self._coordinator.leavers()
         self._send_newcomers_home()
@@ -251,12 +258,11 @@ class Leader:
         if all(number in exits for number in self._journal.membership.settled.members):
             self._crew.kill_all()
 
-    def _check_odd_exits(self, now: float) -> None:
+    def _check_odd_exits(self, rows: list[Seen], now: float) -> None:
         """A worker that left with 0 while others still train has skipped the end of the script."""
         if self._journal.failure is not None:
             return
-        for number in self._journal.membership.settled.members:
-            phase = self._board.see(number).phase
+        for number, phase in [(row.worker, row.phase) for row in rows]:
             odd = self._journal.exits.get(number) == 0 and phase not in (Phase.FINISHED, Phase.LEFT)
             if odd and now - self._ended_at.get(number, now) > _ODD_EXIT_S:
                 text = (
