@@ -30,15 +30,15 @@ def wait_for_turns(folder: str | Path, side: str, main: bool, measure: Callable[
 
 
 class Side:
-    """One side: a Python command that ends in `wait_for_turns`."""
+    """One side: a Python command that ends in `wait_for_turns`. `tree` is the checkout whose code it runs."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, tree: Path = HERE) -> None:
         self.name, self._folder, self._turn = name, folder, 0
         self._log = folder / f"{name}.log"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=HERE, env=env, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, *arguments], cwd=tree, env=env, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
