@@ -43,7 +43,7 @@ class Children(msgspec.Struct, tag=True):
 
 
 class Quit(msgspec.Struct, tag=True):
-    """End; the workers stay."""
+    """The run is over: end, and end whatever worker is still there."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -165,7 +165,7 @@ class Nursery:
         return events
 
     def quit(self) -> None:
-        """End the nursery; its workers stay."""
+        """End the nursery, and its workers if there are any left."""
         self._send(Quit())
         if self._pidfd >= 0 and not _readable(self._pidfd, _QUIT_S):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
