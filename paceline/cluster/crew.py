@@ -119,10 +119,11 @@ class Crew:
         """It died. Workers live on; whoever was asked for is asked for again, of a new one."""
         assert self._nursery is not None
         self._selector.unregister(self._nursery)
+        failed = self._nursery.failed
         self._nursery.close()
         self._nursery = None
-        if not self._has_forked:
-            raise NurseryError("the process that starts workers ended before it had started one")
+        if failed and not self._has_forked:
+            raise NurseryError("the process that starts workers failed before it had started one")
         self._folder.event("nursery lost", "the process that starts workers is gone; another one starts")
         self._new_nursery()
 

@@ -256,6 +256,7 @@ class Leader:
         """The members have finished: whoever is still on the way comes too late."""
         exits = self._journal.exits
         if all(number in exits for number in self._journal.membership.settled.members):
+            self._journal.membership.starts_left = 0  # nobody comes in their place
             self._crew.kill_all()
 
     def _check_odd_exits(self, rows: list[Seen], now: float) -> None:

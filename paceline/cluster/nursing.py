@@ -43,7 +43,7 @@ class Children(msgspec.Struct, tag=True):
 
 
 class Quit(msgspec.Struct, tag=True):
-    """End; the workers stay."""
+    """The run is over: end, and end whatever worker is still there."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -144,6 +144,13 @@ class Nursery:
         """Whether its process runs, as far as is known: a connection knows the process once it is `Ready`."""
         return self.fileno() >= 0 and (self._pidfd < 0 or not _readable(self._pidfd, 0.0))
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by itself with an error, as far as whoever started it can know."""
+        if self._process is None or not _readable(self._pidfd, _QUIT_S):
+            return False
+        return self._process.wait() > 0
+
     def ask(self, fork: Fork) -> None:
         """Have a worker made; `Born` (or `Refused`) follows. A nursery that has gone says so by `Closed`."""
         self._request(fork)
@@ -165,7 +172,7 @@ class Nursery:
         return events
 
     def quit(self) -> None:
-        """End the nursery; its workers stay."""
+        """End the nursery, and its workers if there are any left."""
         self._send(Quit())
         if self._pidfd >= 0 and not _readable(self._pidfd, _QUIT_S):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

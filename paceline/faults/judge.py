@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.faults.plan import Fault
 
-_LEADS = ("coordinator", "everything")
 _SAME = ("weights_sha256", "samples", "steps", "exit")
 """What the summary must have as the reference has it."""
 
@@ -61,7 +60,7 @@ def judge(reference: Mapping[str, Any], outcome: Outcome, seed: int, faults: Seq
     return Verdict(
         seed,
         tuple(faults),
-        tuple(_violations(reference, outcome, faults)),
+        tuple(_violations(reference, outcome)),
         str(summary.get("weights_sha256", "")),
         summary.get("samples"),
         stall(summary, outcome.step_times),
@@ -72,13 +71,12 @@ def judge(reference: Mapping[str, Any], outcome: Outcome, seed: int, faults: Seq
     )
 
 
-def _violations(reference: Mapping[str, Any], outcome: Outcome, faults: Sequence[Fault]) -> list[str]:
+def _violations(reference: Mapping[str, Any], outcome: Outcome) -> list[str]:
     if outcome.late:
         return [f"it hung: ended after {outcome.seconds:.0f} s"]
     found = []
     # Whoever started the run may be the leader that a fault killed. Then the summary alone tells how it went.
-    was_hit = outcome.code < 0 and any(fault.kind == "kill" and fault.role in _LEADS for fault in faults)
-    if outcome.code and not was_hit:
+    if outcome.code:
         found.append(f"exit code {outcome.code}" + (f" ({outcome.last_words})" if outcome.last_words else ""))
     if not outcome.summary:
         found.append("no summary")

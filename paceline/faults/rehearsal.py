@@ -63,7 +63,7 @@ class Rehearsal:
         # A hang is a violation too; but what a plan itself holds up must not look like one.
         limit_s = self.patience_s + 20.0 * reference.seconds + sum(fault.for_s or 0.0 for fault in faults)
         outcome = self._run(name, plan_flags(faults, reference), limit_s)
-        if any(map(kills_everything, faults)) and outcome.code < 0 and not outcome.late and not outcome.summary:
+        if any(map(kills_everything, faults)) and outcome.code and not outcome.late and not outcome.summary:
             resumed = self._finish(name, ["resume", str(self.folder / name)], limit_s)
             outcome = replace(resumed, seconds=outcome.seconds + resumed.seconds)
         if self.verifies and outcome.summary:
@@ -93,10 +93,7 @@ class Rehearsal:
             )
         try:
             late = not self._wait(lambda: process.poll() is not None, limit_s)
-            if not late and process.returncode < 0:
-                # The leader was killed: the run may go on under another one.
-                late = not self._wait(lambda: not marked(mark), limit_s - (time.monotonic() - began))
-            elif not late:
+            if not late:
                 self._wait(lambda: not marked(mark), _GRACE_S)
             left = [] if late else [f"{pid} {words}" for pid, words in marked(mark).items()]
         finally:

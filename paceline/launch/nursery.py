@@ -192,6 +192,9 @@ class Nursery:
                 self._tell(sock, Told())
             case Quit():
                 self._ending = True
+                for child in self._children.values():
+                    if child.status is None:
+                        _kill_group(child.pid)  # it was asked for, and not needed any more when it came
 
     def _introduce(self, sock: socket.socket, worker: int, child: Child) -> None:
         self._tell(sock, Forked(worker, child.pid), child.pidfd)
@@ -215,8 +218,7 @@ class Nursery:
     def _on_exit(self, worker: int) -> None:
         child = self._children[worker]
         self._selector.unregister(child.pidfd)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)  # its loader processes: until it is reaped, the group is its own
+        _kill_group(child.pid)  # its loader processes: until it is reaped, the group is its own
         _, raw = os.waitpid(child.pid, 0)
         child.status = os.waitstatus_to_exitcode(raw)
         for sock in list(self._clients):
@@ -234,6 +236,14 @@ class Nursery:
         for child in self._children.values():
             os.close(child.pidfd)
         os.close(self._self)
+
+
+def _kill_group(leader: int) -> None:
+    """A worker's process group; just after its fork it has none of its own yet."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(leader, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from paceline.errors import UsageError
 from paceline.state.places import MANIFEST, Place, place
 
 SHARD = 64 << 20
@@ -147,7 +148,11 @@ class Checkpoint:
 def listed(address: str) -> list[Checkpoint]:
     """What stands at an address under a checkpoint's name, good or not, the oldest first."""
     where = place(address)
-    matches = filter(None, map(_NAME.fullmatch, where.names()))
+    try:
+        names = where.names()
+    except OSError as error:
+        raise UsageError(f"no checkpoint can be looked for at {address}: {error.strerror or error}") from None
+    matches = filter(None, map(_NAME.fullmatch, names))
     return sorted((Checkpoint(where, int(match[1])) for match in matches), key=lambda found: found.step)
 
 

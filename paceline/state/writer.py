@@ -79,13 +79,17 @@ class Writer:
                 return
             self._before()
             draft.publish(manifest.encode())
-            draft, self._told = None, ""
-            self._tidy(step)
         except Exception as error:  # noqa: BLE001  a store's client raises kinds of its own; none may end the training
             if draft is not None:
                 with suppress(Exception):  # what cannot be written can often not be removed either
                     draft.drop()
-            self._say(step, getattr(error, "strerror", None) or str(error) or type(error).__name__)
+            self._say(step, _why(error))
+            return
+        self._told = ""
+        try:
+            self._tidy(step)
+        except Exception as error:  # noqa: BLE001  as above
+            self._tell(f"older checkpoints than that of step {step} could not be removed: {_why(error)}")
 
     def _must_not_publish(self, step: int, body: Body) -> bool:
         if not body.sound():
@@ -110,6 +114,10 @@ class Writer:
         if why != self._told:
             self._told = why
             self._tell(f"no checkpoint at step {step}: {why}; training goes on, older checkpoints stay")
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _write_shards(draft: Draft, memory: memoryview) -> Iterator[Shard]:

@@ -270,6 +270,9 @@ def at(moment):
     if f"hold:{run.step}:{moment}" in orders:
         while not run._session.board.next_term:
             time.sleep(0.001)
+holds = [int(order.split(":")[1]) for order in orders if order.startswith("hold:")]
+while run._session.joining and holds and run._session.board.see(0).step < holds[0]:
+    time.sleep(0.001)   # a newcomer comes while the others hold, not before
 """
 )
 LOOP = """
