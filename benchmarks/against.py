@@ -72,9 +72,9 @@ def main() -> None:
     options = parser.parse_args()
     missed = False
     with checkout(options.commit) as tree:
-        for name, *case in CASES:
+        for name, model, batch, workers, steps in CASES:
             if options.only.casefold() in name.casefold():
-                now, then = compare(tree, *case, options.pairs)
+                now, then = compare(tree, model, batch, workers, steps, options.pairs)
                 print(words(f"{name}, now against {options.commit}", now, then, _LIMIT), flush=True)
                 missed |= median_ratio(now, then)[2] > _LIMIT
     sys.exit(1 if missed else 0)

@@ -20,32 +20,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.kills import lines, living
 from benchmarks.statistics import median_ratio, words
 from benchmarks.turns import HERE, Side
 from paceline.cluster import wire
-from paceline.launch.environment import MARK, Ticket
+from paceline.cluster.rendezvous import Rendezvous
+from paceline.cluster.store import Store
+from paceline.watch.folder import RunFolder
 
 _LIMIT = 1.10
 _STEPS = 20
 
 
-def ticket_of(folder: Path) -> Ticket:
-    """What the agent gave a worker; the same user may read it."""
-    pid = living(folder)[0]
-    environment = dict(
-        entry.split(b"=", 1) for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if entry
-    )
-    return Ticket(**json.loads(environment[MARK.encode()]))
-
-
 @contextmanager
-def flooder(ticket: Ticket, messages: int, per_s: float, seed: int, out: Path) -> Iterator[subprocess.Popen[str]]:
+def flooder(place: Rendezvous, messages: int, per_s: float, seed: int, out: Path) -> Iterator[subprocess.Popen[str]]:
     """Stopped until it is let go."""
-    command = ["-m", "benchmarks.flooder", ticket.address, str(messages), str(per_s), str(seed), str(out)]
+    command = ["-m", "benchmarks.flooder", _leader(place), str(messages), str(per_s), str(seed), str(out)]
     process = subprocess.Popen([sys.executable, *command], cwd=HERE, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
-    process.stdin.write(ticket.secret + "\n")
+    process.stdin.write(place.secret.hex() + "\n")
     process.stdin.flush()
     process.send_signal(signal.SIGSTOP)
     try:
@@ -56,18 +48,23 @@ def flooder(ticket: Ticket, messages: int, per_s: float, seed: int, out: Path) -
         process.stdin.close()
 
 
+def _leader(place: Rendezvous) -> str:
+    """Its address."""
+    return f"{place.address}-{place.fence()}"
+
+
 class Watched:
     """A side's turns, with how much of a core the agent took in them."""
 
-    def __init__(self, side: Side) -> None:
-        self._side = side
+    def __init__(self, side: Side, agent: int) -> None:
+        self._side, self._agent = side, agent
         self.steps: list[float] = []
         self._cpu_s = self._wall_s = 0.0
 
     def take_turn(self) -> None:
-        cpu, wall = _cpu_s(self._side.pid), time.monotonic()
+        cpu, wall = _cpu_s(self._agent), time.monotonic()
         self.steps.append(self._side.take_turn())
-        self._cpu_s += _cpu_s(self._side.pid) - cpu
+        self._cpu_s += _cpu_s(self._agent) - cpu
         self._wall_s += time.monotonic() - wall
 
     @property
@@ -80,10 +77,10 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _honest_s(ticket: Ticket) -> float:
+def _honest_s(place: Rendezvous) -> float:
     """Until one who knows the secret is in, in the middle of it all."""
     start = time.monotonic()
-    wire.connect(ticket.address, bytes.fromhex(ticket.secret)).close()
+    wire.connect(_leader(place), place.secret).close()
     return time.monotonic() - start
 
 
@@ -93,23 +90,25 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
     script = ["benchmarks/step_side.py", "paceline", "lenet", "128", str(_STEPS), str(folder)]
     flags = ["-n", "2", "--threads", "1", "--runs", str(runs), "--name", "flooded"]
     side = Side("paceline", ["-m", "paceline", "run", *flags, *script], folder)
-    flooded, quiet, slowest_s = Watched(side), Watched(side), 0.0
+    run, slowest_s = RunFolder(runs / "flooded"), 0.0
     try:
         side.take_turn()
-        ticket = ticket_of(runs / "flooded")
-        with flooder(ticket, options.messages, options.per_second, options.seed, out) as attacker:
+        place = Rendezvous.of(run)
+        agent = Store(place.store).read().pid
+        flooded, quiet = Watched(side, agent), Watched(side, agent)
+        with flooder(place, options.messages, options.per_second, options.seed, out) as attacker:
             while attacker.poll() is None and len(flooded.steps) < options.pairs:
                 quiet.take_turn()
                 attacker.send_signal(signal.SIGCONT)
                 flooded.take_turn()
-                slowest_s = max(slowest_s, _honest_s(ticket))
+                slowest_s = max(slowest_s, _honest_s(place))
                 if attacker.poll() is None:
                     attacker.send_signal(signal.SIGSTOP)
         side.take_turn()  # it still trains
     finally:
         side.end()
     print("sent:", ", ".join(f"{count} {name}" for name, count in json.loads(out.read_text()).items()))
-    refused = [event["why"] for event in lines(runs / "flooded" / "events.jsonl") if event["event"] == "refused"]
+    refused = [event["why"] for event in run.read_lines(run.events) if event["event"] == "refused"]
     print(f"told in the run's events: {len(refused)} lines; the last: {refused[-1]}")
     print(f"an honest connection was let in after at most {slowest_s * 1e3:.0f} ms")
     print(f"the agent took {flooded.share} with the flood, {quiet.share} without")

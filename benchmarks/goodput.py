@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import steplog
+from benchmarks.events import living
 from benchmarks.turns import HERE
 from paceline.faults.marked import VARIABLE, end_marked
 from paceline.watch.folder import RunFolder
@@ -68,12 +69,6 @@ class Endless:
             time.sleep(0.05)
         time.sleep(_WARM_UP_S)
 
-    def workers(self) -> list[int]:
-        """The processes that live, newcomers on their way included."""
-        events = list(self.run.read_lines(self.run.events))
-        ended = {event["worker"] for event in events if event["event"] == "worker ended"}
-        return [e["pid"] for e in events if e["event"] == "worker started" and e["worker"] not in ended]
-
     def stop(self) -> None:
         """After its step."""
         self._process.send_signal(signal.SIGINT)
@@ -93,7 +88,7 @@ def watch(run: Endless, seconds: float, every: float | None, batch: int, dice: r
         end, kill_at = began + seconds, began + (every / 2 if every else seconds)
         while every and kill_at < end:
             time.sleep(max(0.0, kill_at - time.monotonic()))
-            os.kill(dice.choice(run.workers()), signal.SIGKILL)
+            os.kill(dice.choice(list(living(run.run).values())), signal.SIGKILL)
             kills.append(time.monotonic())
             kill_at += every
         time.sleep(max(0.0, end - time.monotonic()))

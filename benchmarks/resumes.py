@@ -1,6 +1,6 @@
 """Everything killed at once, then resumed: python -m benchmarks.resumes [--seeds 20] [--counts 1,2,3,5]
 
-Each seed is one run of `benchmarks/kills_script.py` on a random number of workers, all of whose processes, the agent
+Each seed is one run of `benchmarks/rehearsed.py` on a random number of workers, all of whose processes, the agent
 too, get SIGKILL: with even seeds at a random step, with odd seeds inside a checkpoint's write. What is left is copied
 and resumed at each worker count. Printed for each: where it was killed and whether the weights are those of a run that
 nobody disturbed. Ends with 1 if any differs.
@@ -22,7 +22,7 @@ from paceline.state.checkpoint import listed
 from tests.end_to_end.killing import Doomed, unpublished
 from tests.end_to_end.launching import launch, paceline
 
-_SCRIPT = HERE / "benchmarks" / "kills_script.py"
+_SCRIPT = HERE / "benchmarks" / "rehearsed.py"
 _FLAGS = ("--slots", "8", "--epochs", "8", "--checkpoint-every", "3")
 _STEPS = 8 * 21
 
