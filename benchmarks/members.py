@@ -110,16 +110,19 @@ def _cpu_s(pid: int) -> float:
 
 
 def _words(seconds: list[float]) -> str:
-    return f"median {statistics.median(seconds) * 1e3:.0f} ms, longest {max(seconds) * 1e3:.0f} ms"
+    return f"median {statistics.median(seconds) * 1e3:.3g} ms, longest {max(seconds) * 1e3:.3g} ms"
 
 
 def _journal_words(place: Rendezvous) -> str:
     store = Store(place.store)
     journal = Journal.decode(store.read().state)
     store.close()
-    began = time.perf_counter()
-    size = len(journal.encode())
-    return f"the journal has {size / 1024:.0f} KiB after {len(journal.views)} views: {(time.perf_counter() - began) * 1e3:.1f} ms to encode"
+    times_s = []
+    for _ in range(11):
+        began = time.perf_counter()
+        size = len(journal.encode())
+        times_s.append(time.perf_counter() - began)
+    return f"the journal has {size / 1024:.0f} KiB after {len(journal.views)} views; {_words(times_s)} to encode"
 
 
 def measure(options: argparse.Namespace, folder: RunFolder) -> bool:

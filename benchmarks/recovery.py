@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--model", choices=["lenet", "mlp"], default="lenet")
     parser.add_argument("--batch", type=int, default=32, help="samples a worker")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -94,7 +94,7 @@ class Answering:
         journal = self._coordinator.journal
         match key:
             case ("after", int(term)) if term in journal.after:
-                return self._next(journal.after[term])
+                return self._next(journal.views[journal.after[term]])
             case ("fact", str(name)) if name in journal.facts:
                 return messages.Value(journal.facts[name])
             case ("join", int(worker)):

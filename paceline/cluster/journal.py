@@ -27,8 +27,8 @@ class Journal(msgspec.Struct):
     started: float
     """On the machine's monotonic clock."""
     views: dict[int, View]
-    after: dict[int, View] = {}
-    """For each term, the view that followed the first death in it."""
+    after: dict[int, int] = {}
+    """For each term, that of the view that followed the first death in it."""
     facts: dict[str, str] = {}
     """What workers have told for the others."""
     places: dict[int, int] = {}
@@ -67,7 +67,7 @@ class Journal(msgspec.Struct):
                     self.views[view.term] = view
                     if not agreed:
                         for term in range(1, view.term):
-                            self.after.setdefault(term, view)
+                            self.after.setdefault(term, view.term)
                 case Start(number, _):
                     self.places[number] = self._free_place()
         return fresh

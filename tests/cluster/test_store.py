@@ -96,4 +96,4 @@ def test_a_replacement_stands_in_the_place_of_the_lost() -> None:
     journal.exits[1] = -9
     fresh = journal.enter([Publish(View(2, (0, 2)), False, "x"), Start(3, "x")])
     assert fresh == [View(2, (0, 2))] and journal.places[3] == 1 and journal.running == [0, 2, 3]
-    assert journal.after == {1: View(2, (0, 2))}
+    assert journal.after == {1: 2}
