@@ -80,6 +80,9 @@ def test_coordinator_and_worker_together(tmp_path: Path, weights: str) -> None:
         finish(run)
         result = ended(run)
     assert result.weights == weights and result.summary["workers"] == 3
+    assert "any process of this run may die" in result.err
+    recovered = next(event for event in result.events() if event["event"] == "recovered")
+    assert "agreed" in recovered["why"] and recovered["term"] == 2
 
 
 def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str) -> None:
