@@ -233,6 +233,8 @@ class Run:
     def _begin_loop(self) -> Stepper:
         if self._stepper is None:
             self._stepper = self._attach()
+            if self.is_main and self._session.workers > 1:
+                self._session.notice(survival.words(self._session.transport, self.settings.checkpoint_every))
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
@@ -286,6 +288,7 @@ class Run:
         return self._stopping.code(self.step + 1, self.metrics)
 
     def _after_commit(self, codes: list[int]) -> None:
+        self.terms.committed(self.step)
         if self._precision.scales:
             self._precision.after_commit(self._replica.params)
         self._stopping.settle(codes, self.step)

@@ -238,9 +238,7 @@ class Session:
         self._name = f"group-{self.view.term}"
         if self.view.term == 1:
             self._name += f"-{_groups}"  # a script may train twice: nothing of the first is met again
-        transport = self.settings.transport
-        if transport == "auto":
-            transport = _best_transport(self.device, self.settings)
+        transport = self.transport
         if transport == "shm":
             from paceline.tensors.shared import SharedPeers
 
@@ -254,6 +252,12 @@ class Session:
             return GroupPeers(self.rank, self.workers, data, control, self, torch.device("cpu"))
         data = nccl(PrefixStore("data", store), self.rank, self.workers)
         return GroupPeers(self.rank, self.workers, data, control, self, self.device)
+
+    @property
+    def transport(self) -> str:
+        """How tensors move between the workers."""
+        asked = self.settings.transport
+        return _best_transport(self.device, self.settings) if asked == "auto" else asked
 
     def _store(self) -> Store:
         """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""

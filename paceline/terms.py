@@ -7,7 +7,9 @@ was waiting calls `next` and tries again with those who remain. Or all have agre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from paceline.data.order import mix
@@ -28,12 +30,26 @@ class Stateful(Protocol):
     def restore(self, snapshot: Snapshot) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Recovery:
+    """When, on the monotonic clock, a loss was noticed, its view known, and the new group built."""
+
+    noticed: float
+    agreed: float
+    rebuilt: float
+
+    def words(self, now: float) -> str:
+        agreed, rebuilt, met = (f"{(at - self.noticed) * 1e3:.0f} ms" for at in (self.agreed, self.rebuilt, now))
+        return f"agreed {agreed}, rebuilt {rebuilt}, gradients met {met}"
+
+
 class Terms:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._peers: Peers | None = None
         self.on_peers: list[Callable[[Peers], None]] = []
         """Told whenever the group is another one."""
+        self._recovery: _Recovery | None = None
         self.catching_up = False
         """A newcomer that has not come to its first batch: what it meets before, the others have met already."""
 
@@ -65,8 +81,25 @@ class Terms:
 
     def next(self) -> Peers:
         """A peer is gone: go on with those who remain."""
+        noticed = time.monotonic()
         self._session.next_view()
-        return self._with(self._session.peers())
+        agreed = time.monotonic()
+        peers = self._with(self._session.peers())
+        first = self._recovery.noticed if self._recovery else noticed
+        self._recovery = _Recovery(first, agreed, time.monotonic())
+        return peers
+
+    def committed(self, step: int) -> None:
+        """A reduce point was met: if that was the first one after a loss, main says how long it took."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None and self._session.is_main:
+            self._session.folder.event(
+                "recovered",
+                f"{recovery.words(time.monotonic())} after a worker was missed",
+                step=step,
+                term=self._session.view.term,
+                workers=list(self._session.view.members),
+            )
 
     def _with(self, peers: Peers) -> Peers:
         self._peers = peers

@@ -137,7 +137,9 @@ class Leader:
         # A plan of faults wants to be met to the step.
         tick_s = _TICK_S if self._injection.plan.over else _TICK_S / 10
         for key, _ in self._selector.select(tick_s):
-            key.data(key.fileobj)
+            # An earlier event of this batch may have been the end of this one.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data(key.fileobj)
         if self._board.leader != self._fence:
             raise FencedError(f"fence {self._board.leader} leads the run; {self._fence} is over")
         self._board.beat()

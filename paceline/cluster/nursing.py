@@ -174,6 +174,9 @@ class Nursery:
     def quit(self) -> None:
         """End the nursery, and its workers if there are any left."""
         self._send(Quit())
+        while self._pidfd < 0 and _readable(self.fileno(), _QUIT_S):
+            if any(isinstance(event, Closed) for event in self.on_ready()):
+                break  # it has ended before it had said which process it is
         if self._pidfd >= 0 and not _readable(self._pidfd, _QUIT_S):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self._process is not None:

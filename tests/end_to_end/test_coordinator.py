@@ -80,6 +80,9 @@ def test_coordinator_and_worker_together(tmp_path: Path, weights: str) -> None:
         finish(run)
         result = ended(run)
     assert result.weights == weights and result.summary["workers"] == 3
+    assert "any process of this run may die" in result.err
+    recovered = next(event for event in result.events() if event["event"] == "recovered")
+    assert "agreed" in recovered["why"] and recovered["term"] == 2
 
 
 def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str) -> None:
@@ -128,6 +131,26 @@ def test_a_frozen_worker_is_evicted_after_its_lease(tmp_path: Path, weights: str
     assert result.weights == weights
     evicted = next(event for event in result.events() if event["event"] == "evicted")
     assert evicted["worker"] == 1 and "frozen" in evicted["why"]
+
+
+def test_a_thawed_worker_changes_nothing_even_if_the_kill_came_too_late(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Main, frozen inside a step: when it thaws it is alone with memory and files that are not its own any more."""
+    monkeypatch.setenv("PACELINE_EVICT_WITHOUT_KILL", "1")
+    with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4", "--lease", "0.5") as run:
+        run.wait_for_step(40)
+        run.kill(0, by=signal.SIGSTOP)
+        run.wait_for(run.event("joined", worker=3), "a replacement")
+        run.wait_for_step(200)
+        run.kill(0, by=signal.SIGCONT)
+        thawed = run.wait_for(run.event("worker ended", worker=0), "the thawed worker's end")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights and thawed["exit_code"] == 1
+    steps = [line["step"] for line in run.lines("metrics.jsonl")]
+    assert steps == sorted(set(steps)), "nobody wrote a step a second time"
+    assert "taken for dead" in (result.folder / "logs" / "worker-0.log").read_text()
 
 
 def test_a_worker_that_is_cut_off_trains_on(tmp_path: Path, weights: str) -> None:

@@ -56,14 +56,6 @@ def test_each_violation_by_its_name(outcome: Outcome, says: str) -> None:
     assert row(verdict)[-1] == f"VIOLATION: {says}" and "1 violation," in total([verdict])
 
 
-@pytest.mark.parametrize("role", ["coordinator", "everything"])
-def test_a_leader_that_was_killed_on_purpose_is_judged_by_the_summary(role: str) -> None:
-    assert violations(replace(FINE, code=-9), f"kill {role} @step 3") == ()
-    assert violations(replace(FINE, code=-9, summary={}), f"kill {role} @step 3") == ("no summary",)
-    assert violations(replace(FINE, code=1), f"kill {role} @step 3") == ("exit code 1",)
-    assert violations(replace(FINE, code=-9), "freeze coordinator @step 3 for 1s") == ("exit code -9",)
-
-
 def test_the_stall_as_the_run_tells_it_or_as_its_steps_do() -> None:
     assert stall({"longest_gap_s": 0.75, "median_step_s": 0.25}, [0, 9]) == 0.5
     assert stall({}, [0, 1, 2, 5]) == 2

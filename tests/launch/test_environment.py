@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from paceline.launch.environment import MARK, Ticket, bit_environment, ticket, worker_environment
+from paceline.launch.environment import MARK, Ticket, bit_environment, nursery_environment, own_environment, ticket
 
-TICKET = Ticket(7, "paceline-x", "ab" * 32, "/runs/it", {"slots": 12})
+TICKET = Ticket(7, "paceline-x", 1, "ab" * 32, "/runs/it", {"slots": 12})
 
 
 def test_a_ticket_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = worker_environment({"HOME": "/h"}, TICKET, 1, 3, None, False)
+    env = {**nursery_environment({"HOME": "/h"}, 3), **own_environment(TICKET, 1, None, False)}
     monkeypatch.setenv(MARK, env[MARK])
     assert ticket() == TICKET
     monkeypatch.delenv(MARK)
@@ -25,7 +25,7 @@ def test_a_ticket_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launchers_own_names_are_taken_out() -> None:
     base = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "USER": "u"}
-    env = worker_environment(base, TICKET, 0, 1, None, False)
+    env = nursery_environment(base, 1)
     assert env["USER"] == "u" and not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(env)
 
 
@@ -48,5 +48,5 @@ def test_sets_are_walked_in_one_order() -> None:
 )
 def test_the_gpu_is_that_of_the_place_and_not_of_the_number(place: int, share: bool, gpu: str) -> None:
     """Worker 7 replaces another one and gets the GPU that became free; its number is beyond their count."""
-    env = worker_environment({"CUDA_VISIBLE_DEVICES": "9"}, TICKET, place, 1, ["GPU-a", "3", "5"], share)
+    env = own_environment(TICKET, place, ["GPU-a", "3", "5"], share)
     assert env["CUDA_VISIBLE_DEVICES"] == gpu
