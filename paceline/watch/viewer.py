@@ -22,7 +22,7 @@ from paceline.watch.folder import RunFolder
 from paceline.watch.lines import Fold, Follower
 from paceline.watch.terminal import Terminal
 
-_TICK_S = 0.05
+_TICK_S = 0.1
 _LOST_S = 10.0
 _GOES_S = 5.0
 
