@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from paceline import checks, evaluation, strategies
+from paceline import checks, evaluation, strategies, survival
 from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix

@@ -39,7 +39,7 @@ PREPARED = (
     "paceline.tensors.shared",
 )
 """What a worker needs on the common path to its first step. None of it may call CUDA or start a thread."""
-_ORPHANED_S = 60.0
+_ORPHANED_S = 5.0
 """With no client and no living worker for this long, nobody will come."""
 _ADMISSION_S = 5.0
 _CLIENT_S = 1.0

@@ -22,7 +22,7 @@ from paceline.watch.folder import RunFolder
 from paceline.watch.lines import Fold, Follower
 from paceline.watch.terminal import Terminal
 
-_TICK_S = 0.05
+_TICK_S = 0.1
 _LOST_S = 10.0
 _GOES_S = 5.0
 
@@ -86,10 +86,17 @@ class Viewer:
             self._link.close()
             time.sleep(_TICK_S)
             if self._exit_code is None and time.monotonic() - self._heard > _LOST_S:
-                self._terminal.notice(
-                    f"no agent leads the run any more; if its workers live they stop by themselves, see {self._folder.logs}"
-                )
+                self._tell_lost()
                 self._exit_code = 1
+
+    def _tell_lost(self) -> None:
+        log = self._folder.logs / "agent.log"
+        said = log.read_text(errors="replace").strip() if log.exists() else ""
+        if said:
+            self._terminal.notice(f"the last words of its agents:\n{said[-2000:]}")
+        self._terminal.notice(
+            f"no agent leads the run any more; if its workers live they stop by themselves, see {self._folder.logs}"
+        )
 
     def _connect(self) -> None:
         answer, fds = self._link.attempt()
