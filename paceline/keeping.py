@@ -38,6 +38,7 @@ class Keeping:
                 "stopped": run.stopped,
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
                 "longest_gap_s": stepper.gaps.longest_s,
+                "flat": stepper.flat.capture(),
                 "positions": run._feeding.capture(),
             }
         )
@@ -56,6 +57,7 @@ class Keeping:
         run._stopping.reason = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
         stepper.gaps.longest_s = tree["longest_gap_s"]
+        stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
 
     def resume(self, path: Path) -> None:
@@ -71,6 +73,8 @@ class Keeping:
                     f"pass --{name} {theirs[name]}"
                 )
         self.restore(snapshot)
+        assert run._stepper is not None
+        run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
             run._session.notice(f"going on from step {run.step} ({path.name})")

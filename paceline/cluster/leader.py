@@ -108,6 +108,7 @@ class Leader:
         self._kept.on_keep, self._kept.on_release = self._share_kept, self._unshare_kept
         self._board.leader = self._fence
         self._board.beat()
+        self._board.reach = self._membership.reach
         if self._fence == 1:
             self._folder.event("launched", self._job.words, workers=self._job.workers)
         else:
@@ -325,6 +326,7 @@ class Leader:
         self._ledger.pids[number] = worker.pid
         self._save()
         why = f"it stands for worker {place}" if place != number else "the run begins"
+        why = "a spare, for whoever is lost" if place == number >= self._job.workers else why
         self._folder.event("worker started", why, worker=number, pid=worker.pid)
 
     def _on_end(self, number: int, code: int) -> None:
@@ -334,8 +336,11 @@ class Leader:
         self._kept.release(_pidfd_name(number))
         self._save()
         self._folder.event("worker ended", _exit_words(code), worker=number, exit_code=code)
-        over = self._ledger.failure is not None or self._ledger.killed
-        if over or self._membership.standing[number] is Standing.GONE:
+        if self._membership.standing[number] is Standing.GONE:
+            self._board.bury(number)  # whoever met it in a view that was overtaken must not wait for it
+            return
+        sent_home = self._members_have_ended and number not in self._membership.settled.members
+        if self._ledger.failure is not None or self._ledger.killed or sent_home:
             return
         if code == 0 and self._board.see(number).phase == Phase.LEFT:
             self._follow_up(self._membership.left(number))
@@ -376,9 +381,12 @@ class Leader:
 
     def _send_newcomers_home(self) -> None:
         """The members have finished: whoever is still on the way comes too late."""
-        exits = self._ledger.exits
-        if all(number in exits for number in self._membership.settled.members):
+        if self._members_have_ended:
             self._crew.kill_all()
+
+    @property
+    def _members_have_ended(self) -> bool:
+        return all(number in self._ledger.exits for number in self._membership.settled.members)
 
     def _check_odd_exits(self, now: float) -> None:
         """A worker that left with 0 while others still train has skipped the end of the script."""
@@ -417,6 +425,7 @@ class Leader:
     def _follow_up(self, instructions: list[Instruction], buried: int | None = None) -> None:
         """Written down first; then told and done."""
         self._save(self._ledger.enter(instructions))
+        self._board.reach = self._membership.reach
         if buried is not None:
             self._board.bury(buried)
         for instruction in instructions:
