@@ -52,6 +52,8 @@ class Flat:
         self._point: Point | None = None
         self._term: int | None = None
         """In which the point is open."""
+        self._ended: TermEnded | None = None
+        """The term ended at the opening: the point is opened when the backward is over, with those who are there then."""
         self.refill: Callable[[], None]
         """Let newcomers in, here and now, until every slot has a worker."""
         strategy.on_flat_backward(self._begins, self._ends)
@@ -149,12 +151,12 @@ class Flat:
             raise UsageError(
                 f'{user_line()}: loss="sum" needs the inner loop: add `for x, y in run.slots():` around forward and backward'
             )
-        self._point, self._term = Point(stepper.step, stepper.call, stepper.slots), None
+        self._point, self._term, self._ended = Point(stepper.step, stepper.call, stepper.slots), None, None
         self._session.at = self._point.words
         try:
             self._open(self._point)
-        except TermEnded:
-            return True  # opened when this backward is over, with those who are there then
+        except TermEnded as ended:
+            self._ended = ended
         return True
 
     def _open(self, point: Point) -> None:
@@ -173,6 +175,8 @@ class Flat:
         slot = stepper.mine[0]
         drawn = stepper.batch.count(slot) if stepper.batch else 1
         folded = False
+        if self._ended is not None:
+            self._wait_for_newcomers(self._ended)
         while True:
             try:
                 self._open(point)
@@ -182,10 +186,10 @@ class Flat:
                     folded = True
                     stepper.split.communication += time.perf_counter() - start
                 stepper.commit(point, drawn)
-                break
+                self._point, self.known = None, True
+                return
             except TermEnded as ended:
                 self._wait_for_newcomers(ended)
-        self._point, self.known = None, True
 
     def _wait_for_newcomers(self, ended: TermEnded) -> None:
         """A worker is gone in the middle of a step: until every slot has one again."""
