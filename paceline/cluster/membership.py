@@ -172,8 +172,8 @@ class Membership:
     def scale(self, wanted: int) -> list[Instruction]:
         """So many should train from now on. Who came last goes first; main stays."""
         self.wanted = wanted
-        staying = [m for m in self.settled.members if self.standing[m] is Standing.MEMBER]
-        coming = [w for w, standing in self.standing.items() if standing in _COMING]
+        staying = [m for m in self.settled.members if self.standing[m] is Standing.MEMBER] + self._pending_newcomers()
+        coming = [w for w, standing in self.standing.items() if standing in _COMING and w not in staying]
         needed = max(0, wanted - len(staying)) + self.spares
         out: list[Instruction] = []
         for worker in reversed([*staying[wanted:], *coming[needed:]]):
