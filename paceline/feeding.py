@@ -111,13 +111,16 @@ class Feeding:
         epoch = stepper.epoch
         known, number = self._positions.get(feed_number, (epoch, 0))
         number = number if known == epoch else 0
-        aimed = stepper.mine
-        feed.start(epoch, number, aimed)
+        aimed: list[int] | None = None
         stepper.gaps.begin()
         self._session.left = None
         self._terms.catching_up = False
         try:
             while not self._stopping.reason and (feed.steps is None or number < feed.steps):
+                stepper.flat.fill()
+                if stepper.mine != aimed:
+                    aimed = stepper.mine
+                    feed.start(epoch, number, aimed)
                 drawn = self._draw(stepper, feed, epoch, number)
                 if drawn is None:
                     break
@@ -128,9 +131,6 @@ class Feeding:
                 number += 1
                 self._positions[feed_number] = (epoch, number)
                 self._at_boundary()
-                if stepper.mine != aimed:
-                    aimed = stepper.mine
-                    feed.start(epoch, number, aimed)
         except GeneratorExit:
             self._session.left = line_of_close()
             if stepper.abandon():
@@ -151,7 +151,7 @@ class Feeding:
                 f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
                 "one loader; leave the other out of prepare()"
             )
-        offered = batch.offered() if stepper.flat_allowed else batch
+        offered = batch.offered() if stepper.flat.allowed else batch
         took = time.perf_counter() - start
         stepper.split.data += took
         stepper.split.total += took

@@ -55,6 +55,7 @@ class Keeping:
                 "stopped": run.stopped,
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
                 "longest_gap_s": stepper.gaps.longest_s,
+                "flat": stepper.flat.capture(),
                 "positions": run._feeding.capture(),
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
             }
@@ -74,6 +75,7 @@ class Keeping:
         run._stopping.reason = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
         stepper.gaps.longest_s = tree["longest_gap_s"]
+        stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
 
@@ -93,6 +95,8 @@ class Keeping:
                     f"pass --{name} {theirs[name]}"
                 )
         self.restore(snapshot)
+        assert run._stepper is not None
+        run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
         self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:

@@ -55,8 +55,11 @@ def init(**arguments: Any) -> Run:
         tell_usage_errors_shortly()
     if current is not None and not current.finished:
         raise UsageError(f"{user_line()}: paceline.init() was called twice; keep the run it returned")
-    if "workers" in arguments:
-        raise UsageError(f"{user_line()}: the number of workers is chosen at launch: paceline run -n 4 train.py")
+    for name in ("workers", "spares"):
+        if name in arguments:
+            raise UsageError(
+                f"{user_line()}: the number of {name} is chosen at launch: paceline run -n 4 --spares 1 train.py"
+            )
     checks.refuse_own_group()
     current = Run(Session(arguments))
     return current
@@ -205,6 +208,7 @@ class Run:
         stepper.gaps.begin()
         try:
             for number in range(stepper.step, limit):
+                stepper.flat.fill()
                 stepper.begin(None)
                 yield number
                 stepper.end()
@@ -267,14 +271,15 @@ class Run:
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
         self.terms.on_peers = [self._strategy.meet, stepper.meet]
         stepper.next_term = self.terms.next
+        stepper.flat.refill = lambda: self.terms.refill(stepper.slots, self._keeping)
         stepper.stop_code = self._stop_code
         stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
-        if stepper.flat_allowed and peers.size > 1:
+        if stepper.slots > 1:
             for model in self._replica.models:
-                model.register_forward_pre_hook(Hook(stepper.before_forward))
+                model.register_forward_pre_hook(Hook(stepper.flat.before_forward))
         return stepper
 
     # stopping

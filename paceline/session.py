@@ -47,6 +47,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TELL_AFTER_S = 1.0
 _OTHERS_MAY_SAY_S = 2.0
+_POLL_S = 0.001
 _groups = 0
 """Groups of peers that this process has joined so far; the same on every worker."""
 
@@ -187,10 +188,10 @@ class Session:
     def wait_for_main(self) -> None:
         """Hold back until worker 0 has reached prepare(), so that a download happens once."""
         self.row.enter(Phase.WAITING_FOR_MAIN)
-        while not self.board.main_ready and not self.joining:
+        while not self.board.main_ready:
             if self.board.abort:
                 raise PeerLostError("the run stopped before worker 0 reached prepare()")
-            if self.board.gone(self.view.members[0]):
+            if not self.joining and self.board.gone(self.view.members[0]):
                 self.next_view()
                 if self.is_main:
                     break
@@ -203,6 +204,24 @@ class Session:
         if self.worker not in self.view.members:
             raise PeerLostError("this worker is not in the run any more")
         return self.view
+
+    def announced(self, needed: int) -> int:
+        """Wait for the next change of the view: its term. The run cannot go on before `needed` workers are there."""
+        self.row.enter(Phase.REFILL)
+        while (term := self.board.next_term) <= self.view.term:
+            self._check_while_asking()
+            for member in self.view.members:
+                if self.board.gone(member):
+                    raise TermEnded(f"worker {member} is gone")
+            if self.board.reach < needed:
+                raise UsageError(
+                    f"a flat loop with {needed} slots, and only {self.board.reach} workers will be there. Add the inner loop "
+                    "`for x, y in run.slots():` around forward and backward: then any number of workers will do"
+                )
+            if self.board.silence_s > self.settings.grace:
+                raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
+            time.sleep(_POLL_S)
+        return term
 
     def enter(self, term: int) -> View:
         """The view that all have agreed to enter now; a worker that is not in it leaves the run."""

@@ -31,6 +31,7 @@ def _setting(default: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class Settings:
     workers: int = _setting(1, "processes that train")
+    spares: int = _setting(0, "processes that wait, ready to take the place of one that is lost")
     slots: int = _setting(0, "logical workers; fixed for the whole run (0: the next power of two from workers)")
     threads: int = _setting(1, "threads of each worker; part of the run's bits, never derived from the machine")
     seed: int = _setting(0, "seed of weights, sample order and every random draw")
@@ -75,6 +76,7 @@ def next_power_of_two(n: int) -> int:
 def _check(s: Settings) -> None:
     for name, least in (
         ("workers", 1),
+        ("spares", 0),
         ("slots", 0),
         ("threads", 1),
         ("steps", 0),

@@ -19,16 +19,16 @@ from paceline.cluster.board import Phase
 from paceline.data.loader import Feed, Share, leading_size, map_tensors, place
 from paceline.data.order import mix
 from paceline.data.pieces import NOTHING, Taken, cut, cut_ids, loose_tally, own_draw, tally
-from paceline.data.random import set_seed
+from paceline.data.random import IN_SHARE, OUTSIDE, set_seed
 from paceline.data.receipts import NO_TALLY, Loose, Tally
 from paceline.errors import MismatchError, UsageError
+from paceline.flat import Flat
 from paceline.gaps import Gaps
 from paceline.session import Session, user_line
 from paceline.strategies.base import Point, Strategy
 from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.tree import Plan
 
-_IN_SHARE, _OUTSIDE = 1, 2  # keep the seeds of shares and of the code around them apart
 STOP, DIGEST, TERM = range(3)
 TALLY = slice(3, 6)
 """Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
@@ -102,7 +102,10 @@ class Batch:
             return 1.0
         return float(self.sizes[slot])
 
-    def _flat(self) -> NoReturn:
+    def _flat(self) -> Any:
+        """The script takes the handle for its share: what it would have got if each worker had one slot."""
+        if self._stepper.flat.begin_late():
+            return self.offered()
         raise UsageError(
             f"{user_line()}: a flat loop with {self._stepper.slots} slots on {self._stepper.workers} workers: this "
             "worker has several shares of the batch. Add the inner loop `for x, y in run.slots():` around forward "
@@ -110,15 +113,15 @@ class Batch:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        self._flat()
+        return iter(self._flat())
 
     def __getitem__(self, key: Any) -> Any:
-        self._flat()
+        return self._flat()[key]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._flat()
+        return getattr(self._flat(), name)
 
 
 class Stepper:
@@ -128,6 +131,7 @@ class Stepper:
         self._session, self._strategy = session, strategy
         self.device, self.slots = session.device, session.settings.slots
         self._seed, self._row = session.settings.seed, session.row
+        self.flat = Flat(self, session, strategy)
         self.meet(peers)
         self.alone = self.slots == 1 and not scaled
         """One share a step: nothing is folded, nobody is met."""
@@ -144,7 +148,6 @@ class Stepper:
         self.gaps = Gaps()
         self.redone = 0
         """Shares that this worker has computed for others who were lost."""
-        self._flat_unseeded = self._is_flat = False
         self._taken: dict[int, Taken] = {}
         """Of each share that this worker has taken at the point in hand."""
         self.leaves = self.slots
@@ -162,14 +165,15 @@ class Stepper:
         """A peer is gone: enter the next term, with those who remain."""
         self.agreed_term = 0
         """The newest term that every worker knew of at the last reduce point."""
-        self._flat_point: Point | None = None
-        strategy.on_flat_backward(self._flat_begins, self._flat_ends)
 
     def meet(self, peers: Peers) -> None:
         """These are the workers now: which slots this one carries may have changed."""
         self._peers, self.workers = peers, peers.size
-        self.mine = Plan.of(self.slots, self.workers).leaves_of(peers.rank)
-        self.flat_allowed = self.slots == self.workers
+        self.flat.meet()
+        self.deal_slots()
+
+    def deal_slots(self) -> None:
+        self.mine = self.flat.plan.leaves_of(self._peers.rank)
 
     # steps
 
@@ -177,12 +181,7 @@ class Stepper:
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
         self.leaves = self.slots
         self._strategy.begin_step()
-        if self.flat_allowed:
-            self._strategy.weigh(self._flat_weight(self.mine[0]))
-            self._flat_unseeded = self.workers > 1
-        if self._flat_unseeded and self._is_flat:
-            self._seed_flat()
-        else:
+        if not self.flat.begin():
             self._seed_outside()
         self._row.enter(Phase.COMPUTE)
         self._mark = time.perf_counter()
@@ -196,7 +195,12 @@ class Stepper:
         if self._delivered is None:
             self.committed([self.stop_code()])
         self._count_step()
-        self.active, self.batch = False, None
+        self._over()
+        self.batch = None
+
+    def _over(self) -> None:
+        self.active = False
+        self.flat.end()
 
     def _count_step(self) -> None:
         delivered: Tally | Loose | None = self._delivered
@@ -214,11 +218,11 @@ class Stepper:
         trained = self.active and not self.inside and self.left_early is None and (self.call > 0 or self.alone)
         if trained:
             self._count_step()
-        self.active = False
+        self._over()
         return trained
 
     def no_reduce(self) -> NoReturn:
-        if not self.flat_allowed:
+        if not self.flat.allowed:
             raise UsageError(
                 f"step {self.step} ended without run.slots(): with {self.slots} slots on {self.workers} workers, add "
                 "`for x, y in run.slots():` around forward and backward"
@@ -264,7 +268,7 @@ class Stepper:
                 for leaf in due:
                     yield from self._share(leaf, times, only=leaves == 1)
                 try:
-                    self._commit(point)
+                    self.commit(point)
                     return
                 except TermEnded:
                     # What the point's first members have computed stands; the lost ones' shares come here too.
@@ -285,8 +289,9 @@ class Stepper:
         """Begin a point: who takes which share, and who they are."""
         while True:
             try:
-                self._strategy.open(point, flat=False)
-                return Plan.of(point.leaves, self._peers.size), self._session.view.members
+                plan = Plan.of(point.leaves, self._peers.size)
+                self._strategy.open(point, plan, flat=False)
+                return plan, self._session.view.members
             except TermEnded:
                 self.next_term()
 
@@ -305,7 +310,7 @@ class Stepper:
         share, weight = self._draw(leaf, times)
         self.split.data += time.perf_counter() - start
         if weight and not only:  # an only share goes on with the numbers of the code around it
-            set_seed(mix(self._seed, _IN_SHARE, self.step, self.call, leaf), self.device)
+            set_seed(mix(self._seed, IN_SHARE, self.step, self.call, leaf), self.device)
         self._strategy.weigh(weight)
         begun = time.perf_counter()
         if weight:
@@ -334,14 +339,19 @@ class Stepper:
         self._taken[leaf] = Taken(leading_size(part), cut_ids(share, piece, times))
         return part, float(leading_size(part))
 
+    def take(self, slot: int) -> None:
+        """A flat loop has this slot's share, and no other."""
+        self._taken = {slot: self.batch.taken(slot) if self.batch is not None else own_draw(slot)}
+
     def weigh(self, weight: float) -> None:
-        if not (self.inside or (self.active and self.flat_allowed)):
+        if not (self.inside or (self.active and self.flat.allowed)):
             raise UsageError(f"{user_line()}: run.weight() belongs inside the loop over run.slots()")
         self._strategy.weigh(float(weight))
 
     # meeting
 
-    def _commit(self, point: Point) -> None:
+    def commit(self, point: Point) -> None:
+        """Meet the others at this point, with what was taken for it."""
         start, waited = time.perf_counter(), self._peers.waited_s
         self._row.enter(Phase.REDUCE)
         quick = self.alone and point.leaves == 1  # nothing was met: the end of the step counts it
@@ -375,63 +385,7 @@ class Stepper:
 
     def _seed_outside(self) -> None:
         """Code around the shares draws the same numbers on every worker."""
-        set_seed(mix(self._seed, _OUTSIDE, self.step, self.call), self.device)
-
-    # flat loops
-
-    def _flat_weight(self, slot: int) -> float:
-        if self.batch is None:
-            return 1.0
-        share = self.batch.share(slot)
-        return 0.0 if share is None else self.batch.weight(slot, share.value)
-
-    def before_forward(self, module: Any, arguments: Any) -> None:
-        """In a flat loop a share begins with the first forward: from here on draws differ by slot.
-
-        Once a script is known to be flat, a share begins with its step.
-        """
-        if self._flat_unseeded and self.active and not self.inside and torch.is_grad_enabled():
-            self._seed_flat()
-
-    def _seed_flat(self) -> None:
-        self._flat_unseeded = False
-        set_seed(mix(self._seed, _IN_SHARE, self.step, 0, self.mine[0]), self.device)
-
-    def _flat_begins(self) -> bool:
-        """A backward has started outside run.slots(): is it this step's?"""
-        if not (self.active and self.flat_allowed) or self.inside:
-            return False
-        if self.summed and self.workers > 1:
-            raise UsageError(
-                f'{user_line()}: loss="sum" needs the inner loop: add `for x, y in run.slots():` around forward and backward'
-            )
-        self._flat_point = Point(self.step, self.call, self.slots)
-        self._session.at = self._flat_point.words
-        slot = self.mine[0]
-        self._taken = {slot: self.batch.taken(slot) if self.batch is not None else own_draw(slot)}
-        try:
-            self._strategy.open(self._flat_point, flat=True)
-        except TermEnded as ended:
-            self._flat_cannot(ended)
-        return True
-
-    def _flat_ends(self) -> None:
-        point = self._flat_point
-        assert point is not None
-        start = time.perf_counter()
-        self._strategy.fold(self.mine[0])
-        self.split.communication += time.perf_counter() - start
-        try:
-            self._commit(point)
-        except TermEnded as ended:
-            self._flat_cannot(ended)
-        self._flat_point, self._is_flat = None, True
-
-    def _flat_cannot(self, ended: TermEnded) -> NoReturn:
-        raise UsageError(
-            f"{ended}, and a flat loop has no place for its share of the batch. Add the inner loop "
-            "`for x, y in run.slots():` around forward and backward: then the others take it over"
-        )
+        set_seed(mix(self._seed, OUTSIDE, self.step, self.call), self.device)
 
 
 def line_of_close() -> str:

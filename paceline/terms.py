@@ -1,8 +1,9 @@
 """A worker's way through the terms of its run: the group of peers it is in now, and the next.
 
 A term ends for a worker in one of two ways. A peer is gone: `TermEnded` comes out of a wait, and whoever
-was waiting calls `next` and tries again with those who remain. Or all have agreed to let a newcomer in:
-`boundary` is called at the end of a step, and the first of the old members hands it the run's state.
+was waiting calls `next` and tries again with those who remain. Or all let a newcomer in, and the first of
+the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
+they cannot go on with fewer, at the place where they all are (`refill`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from paceline.data.order import mix
+from paceline.errors import PeerLostError
 from paceline.session import Session
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.peers import Alone, Peers, TermEnded
@@ -109,10 +111,21 @@ class Terms:
 
     def boundary(self, agreed: int, state: Stateful) -> None:
         """A step is over. Enter the term that all have agreed on, if it is a new one."""
-        if agreed <= self._session.view.term:
-            return
+        if agreed > self._session.view.term:
+            self._change(agreed, state)
+
+    def refill(self, size: int, state: Stateful) -> None:
+        """Wait until there are `size` workers. Whoever comes gets the state of right now: all are at this place."""
+        while self.peers.size < size:
+            try:
+                self._change(self._session.announced(size), state)
+            except TermEnded:
+                self.next()
+
+    def _change(self, term: int, state: Stateful) -> None:
+        """Enter an announced view, as all others do here."""
         before = self._session.view.members
-        self._session.enter(agreed)
+        self._session.enter(term)
         peers = self._with(self._session.peers())
         if peers.size <= len(before):
             return  # somebody has left: nobody needs anything
@@ -125,7 +138,10 @@ class Terms:
         """A newcomer enters: it gets the run's state before its first batch."""
         self._session.join()
         peers = self._with(self._session.peers())
-        snapshot = self._hand_over(peers, None)
+        try:
+            snapshot = self._hand_over(peers, None)
+        except TermEnded as ended:
+            raise PeerLostError(f"{ended}: this join was overtaken, and another worker will be started") from None
         assert snapshot is not None
         state.restore(snapshot)
         self.catching_up = True

@@ -41,6 +41,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     epilog="Paceline's own flags end at the script: what follows it belongs to the script.",
 )
 @click.option("-n", "--workers", type=int, help="Processes that train.  [default: 1]")
+@click.option("--spares", type=int, help="Processes that wait, ready to replace a lost one.  [default: 0]")
 @click.option("-m", "as_module", is_flag=True, help="The target is a module: -m pkg.train")
 @click.option("--slots", type=int, help="Logical workers, fixed for the run; any -n up to it gives the same bits.")
 @click.option("--threads", type=int, help="Threads of each worker; part of the run's bits.  [default: 1]")
@@ -100,6 +101,7 @@ def command(
         _check_script(script)
     gpus = _gpus_for(merge(flags, {})[0])
     job = Job(script, list(arguments), as_module, flags, os.getcwd(), gpus, dry_run, list(faults))
+    _check_spares(job)
     for fault in faults:
         Fault.parse(fault)
     if dry_run:
@@ -198,9 +200,21 @@ def _gpus_for(settings: Settings) -> list[str]:
     gpus = visible_gpus()
     if settings.device == "cuda" and not gpus:
         raise UsageError("--device cuda, but this machine shows no GPU: pass --device cpu")
-    if gpus and settings.workers > len(gpus) and not settings.share_gpus:
+    wanted = settings.workers + settings.spares
+    if gpus and wanted > len(gpus) and not settings.share_gpus:
+        spares = f" and {settings.spares} spare(s)" if settings.spares else ""
+        fewer = "fewer of them" if settings.spares else f"-n {len(gpus)}"
         raise UsageError(
-            f"{settings.workers} workers for {len(gpus)} GPU(s): each worker takes one. Pass -n {len(gpus)}, --device cpu, "
+            f"{settings.workers} workers{spares} for {len(gpus)} GPU(s): each takes one. Pass {fewer}, --device cpu, "
             "or --share-gpus to let several workers use one"
         )
     return gpus
+
+
+def _check_spares(job: Job) -> None:
+    if job.spares and job.workers == 1:
+        raise UsageError(
+            "--spares with one worker: if it dies, nobody has the run's state to give to a spare; pass -n 2"
+        )
+    if job.spares and not job.survives_deaths:
+        raise UsageError("--spares: groups of torch (Gloo, NCCL) do not survive a death; pass --transport shm")

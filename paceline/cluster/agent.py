@@ -57,7 +57,7 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
 
 
 def _first_kept(job: Job) -> Kept:
-    kept, rows = Kept(), job.workers + REPLACEMENTS
+    kept, rows = Kept(), job.workers + job.spares + REPLACEMENTS
     board = Board.create(rows)
     kept.keep(BOARD, os.dup(board.fd), rows)
     board.close()
@@ -68,7 +68,7 @@ def _journal(job: Job, store: Store) -> Journal:
     """Where the last leader stopped; a fresh one, if it had not begun."""
     state = store.read().state
     starts = 0 if job.dry_run else REPLACEMENTS
-    return Journal.decode(state) if state else Journal.begin(job.workers, starts, time.monotonic())
+    return Journal.decode(state) if state else Journal.begin(job.workers, job.spares, starts, time.monotonic())
 
 
 if __name__ == "__main__":

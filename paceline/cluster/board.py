@@ -58,6 +58,7 @@ class Phase(enum.IntEnum):
     FAILED = 8
     JOINING = 9
     LEFT = 10
+    REFILL = 11
 
     @property
     def words(self) -> str:
@@ -76,10 +77,11 @@ _PHASE_WORDS = {
     Phase.FAILED: "failed",
     Phase.JOINING: "joining",
     Phase.LEFT: "gone, as it was asked to",
+    Phase.REFILL: "waiting for a worker in place of a lost one",
 }
 
 _PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)
-_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT = range(6)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH = range(7)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,15 @@ class Board:
     @next_term.setter
     def next_term(self, term: int) -> None:
         self._words[_NEXT_TERM] = term
+
+    @property
+    def reach(self) -> int:
+        """How many workers there will be once everybody has come who may still come."""
+        return self._words[_REACH]
+
+    @reach.setter
+    def reach(self, workers: int) -> None:
+        self._words[_REACH] = workers
 
     @property
     def leader(self) -> int:

@@ -47,7 +47,6 @@ class Coordinator:
         for number, standing in self.membership.standing.items():
             if standing is Standing.GONE:
                 self._board.bury(number)
-        self._announce()
         self._board.stop = self.journal.stop
         if self.journal.failure is not None:
             self._board.abort = Abort.WORKER_LOST
@@ -59,7 +58,7 @@ class Coordinator:
         self.save(self.journal.enter(instructions))
         if buried is not None:
             self._board.bury(buried)
-        self._announce()
+        self.announce()
         for instruction in instructions:
             match instruction:
                 case Publish(view, agreed, why):
@@ -74,10 +73,11 @@ class Coordinator:
                     self.fail("the run:", why, worker=max(self.journal.places))
         self.changed()
 
-    def _announce(self) -> None:
-        """The change that all should agree on, if there is one."""
+    def announce(self) -> None:
+        """On the board: the change that all should agree on, if there is one, and how many can still come."""
         pending = self.membership.pending
         self._board.next_term = pending.term if pending else 0
+        self._board.reach = self.membership.reach
 
     def _publish(self, view: View, agreed: bool, why: str) -> None:
         count = len(view.members)
@@ -128,12 +128,15 @@ class Coordinator:
         self.save()
         place = self.journal.places[number]
         why = f"it stands for worker {place}" if place != number else "the run begins"
+        why = "a spare, for whoever is lost" if place == number >= self._job.workers else why
         self._folder.event("worker started", why, worker=number, pid=pid)
 
     def worker_ended(self, number: int, code: int) -> None:
         self.journal.exits[number] = code
         self.save()
         self._folder.event("worker ended", exit_words(code), worker=number, exit_code=code)
+        if self.membership.standing[number] is Standing.GONE:
+            self._board.bury(number)  # whoever met it in a view that was overtaken must not wait for it
         if self.over or self.membership.standing[number] is Standing.GONE:
             return
         if code == 0 and self._board.see(number).phase == Phase.LEFT:

@@ -130,6 +130,8 @@ class Crew:
     # ending
 
     def _see_death(self, worker: Worker) -> None:
+        if self._workers.get(worker.number) is not worker:
+            return  # the nursery has told it in the same turn
         self._selector.unregister(worker.pidfd)
         worker.dead_at = time.monotonic()
         if self._nursery is None:

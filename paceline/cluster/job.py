@@ -37,6 +37,10 @@ class Job:
         return 1 if self.dry_run else self.settings.workers
 
     @property
+    def spares(self) -> int:
+        return 0 if self.dry_run else self.settings.spares
+
+    @property
     def words(self) -> str:
         return " ".join(["paceline run", *(["-m"] if self.as_module else []), self.target, *self.arguments])
 

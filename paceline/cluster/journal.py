@@ -45,9 +45,9 @@ class Journal(msgspec.Struct):
     """How far the plan of faults has come."""
 
     @staticmethod
-    def begin(workers: int, starts_left: int, now: float) -> Journal:
-        membership = Membership.begin(workers, starts_left)
-        places = {number: number for number in membership.settled.members}
+    def begin(workers: int, spares: int, starts_left: int, now: float) -> Journal:
+        membership = Membership.begin(workers, starts_left, spares)
+        places = {number: number for number in membership.standing}
         return Journal(membership, now, {1: membership.settled}, places=places)
 
     def encode(self) -> bytes:

@@ -110,6 +110,7 @@ class Leader:
             self._folder.event("launched", self._job.words, workers=self._job.workers)
         else:
             self._take_over()
+        self._coordinator.announce()
         for number in self._journal.running:
             if number in self._journal.pids:
                 self._crew.adopt(number, self._journal.pids[number], self._kept.take(_pidfd_name(number)))

@@ -11,6 +11,8 @@ A view is a term's workers in order. It changes in two ways:
 
 So at any moment those who train are either all in the settled view or all in the pending one, and the
 view that follows a death is the same for both.
+
+Spares are newcomers that are ready while nobody is missing: they wait until somebody is.
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ class Standing(enum.Enum):
     GONE = "gone"
 
 
+_COMING = (Standing.STARTING, Standing.READY)
+
+
 @dataclass
 class Membership:
     """The state of one run's membership; plain values, so that the next leader can go on with it."""
@@ -78,18 +83,29 @@ class Membership:
     """How many should train."""
     starts_left: int
     """How many more workers may be started."""
+    spares: int
+    """How many more should wait, ready to join."""
     settled: View
     standing: dict[int, Standing] = field(default_factory=dict)
     pending: View | None = None
 
     @staticmethod
-    def begin(wanted: int, starts_left: int) -> Membership:
+    def begin(wanted: int, starts_left: int, spares: int = 0) -> Membership:
+        """All are started together, the spares too."""
         first = View(1, tuple(range(wanted)))
-        return Membership(wanted, starts_left, first, dict.fromkeys(first.members, Standing.MEMBER))
+        standing = dict.fromkeys(first.members, Standing.MEMBER)
+        standing |= dict.fromkeys(range(wanted, wanted + spares), Standing.STARTING)
+        return Membership(wanted, starts_left, spares, first, standing)
 
     @property
     def newest(self) -> int:
         return self.pending.term if self.pending else self.settled.term
+
+    @property
+    def reach(self) -> int:
+        """How many there will be once everybody has come who may still come."""
+        there = sum(1 for standing in self.standing.values() if standing in (Standing.MEMBER, *_COMING))
+        return min(self.wanted, there + self.starts_left)
 
     # what happens
 
@@ -156,10 +172,11 @@ class Membership:
     def scale(self, wanted: int) -> list[Instruction]:
         """So many should train from now on. Who came last goes first; main stays."""
         self.wanted = wanted
-        staying = [m for m in self.settled.members if self.standing[m] is Standing.MEMBER]
-        coming = [w for w, standing in self.standing.items() if standing in (Standing.STARTING, Standing.READY)]
+        staying = [m for m in self.settled.members if self.standing[m] is Standing.MEMBER] + self._pending_newcomers()
+        coming = [w for w, standing in self.standing.items() if standing in _COMING and w not in staying]
+        needed = max(0, wanted - len(staying)) + self.spares
         out: list[Instruction] = []
-        for worker in reversed([*staying, *coming][wanted:]):
+        for worker in reversed([*staying[wanted:], *coming[needed:]]):
             out += self.leave(worker)
         return out + self._replace(f"{wanted} workers were asked for")
 
@@ -181,7 +198,7 @@ class Membership:
             who = ", ".join(map(str, leaving))
             return [Publish(self.pending, True, f"worker {who} leaves")]
         waiting = [worker for worker, standing in self.standing.items() if standing is Standing.READY]
-        if not waiting:
+        if not waiting or len(self.settled.members) >= self.wanted:
             return []
         self.pending = View(self.newest + 1, (*self.settled.members, waiting[0]))
         return [Publish(self.pending, True, f"worker {waiting[0]} is ready to join")]
@@ -189,8 +206,8 @@ class Membership:
     def _replace(self, why: str) -> list[Instruction]:
         out: list[Instruction] = []
         staying = sum(1 for m in self.settled.members if self.standing[m] is Standing.MEMBER)
-        coming = sum(1 for standing in self.standing.values() if standing in (Standing.STARTING, Standing.READY))
-        while staying + coming < self.wanted and self.starts_left > 0:
+        coming = sum(1 for standing in self.standing.values() if standing in _COMING)
+        while staying + coming < self.wanted + self.spares and self.starts_left > 0:
             number = max(self.standing) + 1
             self.standing[number] = Standing.STARTING
             self.starts_left -= 1

@@ -11,6 +11,9 @@ import torch
 
 _cpu = torch.default_generator
 
+IN_SHARE, OUTSIDE = 1, 2
+"""Keep the seeds of shares and of the code around them apart."""
+
 
 def set_seed(seed: int, device: torch.device | None = None) -> None:
     """Seed every global generator a script may draw from (7 µs; torch.manual_seed alone is 110)."""

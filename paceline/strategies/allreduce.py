@@ -6,6 +6,7 @@ The sum runs over the slots in one fixed tree, so the result is the same bits at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,8 @@ class AllReduce:
         self._old: dict[int, torch.Tensor] = {}
         self._zeroes_inside: dict[int, bool] = {}
         self._call = self._last_leaf = 0
+        self._older = False
+        """Whether a flat backward was added to gradients that were there already."""
         self._build()
 
     def _build(self) -> None:
@@ -69,7 +72,7 @@ class AllReduce:
         if self._overlap is not None:
             self._buffers.begin()
 
-    def open(self, point: Point, flat: bool) -> None:
+    def open(self, point: Point, plan: Plan, flat: bool) -> None:
         if self._replica.thawed:
             self._replica.find_trainable()
             self._build()
@@ -77,7 +80,6 @@ class AllReduce:
         self._single = point.leaves == 1 and self._scaled is None
         if self._single:
             return
-        plan = Plan.of(point.leaves, self._peers.size)
         self._reducer.open(plan, _LANES)
         mine = plan.leaves_of(self._peers.rank)
         self._call, self._last_leaf = point.call, mine[-1] if mine else -1
@@ -189,15 +191,26 @@ class AllReduce:
     def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
         self._flat_begin, self._flat_finish = begin, finish
 
-    def _flat_backward_starts(self) -> bool:
-        """Called by the first gradient hook outside a point."""
+    def as_begun(self) -> AbstractContextManager[None]:
+        if self._older:
+            raise UsageError(
+                "a worker is gone, and gradients of an earlier backward were there before this step's: nobody else can "
+                "compute its share. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
+                "from a checkpoint (`paceline resume`)"
+            )
+        return self._buffers.as_begun()
+
+    def _flat_backward_starts(self, index: int) -> bool:
+        """Called by the first gradient hook outside a point, which is the index-th parameter's."""
         if self._flat_begin is None or self._flat_finish is None:
             return False
-        fresh = [param.grad for param in self._replica.params if param.grad is not None]
+        # The first hook of this backward has just fired: any other gradient is an older one.
+        older = [param.grad for k, param in enumerate(self._replica.params) if k != index and param.grad is not None]
         if not self._flat_begin():
             return False
-        if self._scaled and len(fresh) > 1:
-            # The first hook of this backward has just fired: any other gradient is an older one, unscaled.
+        self._older = any(grad.is_sparse or bool(grad.any()) for grad in older)
+        if self._scaled and older:
+            # It is unscaled.
             raise UsageError(
                 "fp16 in a flat loop cannot add a backward to gradients that are there already: add the inner loop "
                 "`for x, y in run.slots():` around forward and backward, or use precision bf16"

@@ -2,7 +2,7 @@
 
 A run drives its strategy like this, at each reduce point:
 
-    strategy.open(point, flat)        the shares of this point will follow
+    strategy.open(point, plan, flat)  the shares of this point will follow
     strategy.weigh(weight)            what the coming share counts for
     …the script's forward and backward…
     strategy.fold(leaf)               that share is done
@@ -12,6 +12,7 @@ A run drives its strategy like this, at each reduce point:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,8 +59,12 @@ class Strategy(Protocol):
     def begin_step(self) -> None:
         """A step starts, before its first forward."""
 
-    def open(self, point: Point, flat: bool) -> None:
+    def open(self, point: Point, plan: Plan, flat: bool) -> None:
         """A reduce point starts; flat: inside the script's backward, where there is no run.slots()."""
+
+    def as_begun(self) -> AbstractContextManager[None]:
+        """Inside, the models' tensors are what they were when the step began: what a newcomer needs to compute a
+        share of it. Only in a flat loop, before the step's first point is met."""
 
     def weigh(self, weight: float) -> None: ...
     def fold(self, leaf: int) -> None: ...

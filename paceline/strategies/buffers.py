@@ -6,7 +6,8 @@ A buffer that no share changed is left alone, so a constant one may hold anythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -22,6 +23,21 @@ class Buffers:
         """Shares start from what the buffers hold now."""
         if self._tensors:
             torch._foreach_copy_(self._start, self._tensors)
+
+    @contextmanager
+    def as_begun(self) -> Iterator[None]:
+        """Inside, buffers hold the values that shares start from; afterwards what this share has made of them."""
+        now = [module._buffers[name] for module, name in self._homes]
+        moved = [tensor.clone() for tensor in self._tensors]
+        for (module, name), tensor, start in zip(self._homes, self._tensors, self._start, strict=True):
+            module._buffers[name] = tensor
+            tensor.copy_(start)
+        try:
+            yield
+        finally:
+            for (module, name), tensor, own, value in zip(self._homes, self._tensors, now, moved, strict=True):
+                module._buffers[name] = own
+                tensor.copy_(value)
 
     def take(self) -> list[torch.Tensor | None]:
         """How far a share has moved each buffer (None: not at all), which is put back for the next share."""

@@ -24,9 +24,9 @@ class Overlap:
         params: Sequence[torch.nn.Parameter],
         reducer: Reducer,
         grad_of: Callable[[int], torch.Tensor | None],
-        outside: Callable[[], bool],
+        outside: Callable[[int], bool],
     ) -> None:
-        """`grad_of(index)` is a share's gradient; `outside()` is asked when a hook fires at no point."""
+        """`grad_of(index)` is a share's gradient; `outside(index)` is asked when a hook fires at no point."""
         self._params, self._reducer, self._grad_of, self._outside = params, reducer, grad_of, outside
         self._learned: dict[int, list[int]] = {}
         self._fires = [0] * len(params)
@@ -61,7 +61,7 @@ class Overlap:
         self._next = 0
 
     def _fired(self, index: int, param: torch.Tensor) -> None:
-        if not self._open and not self._outside():
+        if not self._open and not self._outside(index):
             return
         fires = self._fires
         fires[index] += 1

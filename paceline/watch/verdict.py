@@ -20,6 +20,11 @@ def verdict(rows: Sequence[Seen]) -> tuple[int, str] | None:
     if starting and len(starting) == len(rows):
         row = starting[0]
         return row.worker, f"all workers are still starting after {row.since_s:.0f} s"
+    short = [row for row in rows if row.phase == Phase.REFILL and row.since_s > QUIET_S]
+    if short:
+        row = short[0]
+        who = _names([row.worker for row in short])
+        return row.worker, f"{who} waited {row.since_s:.0f} s for a worker in place of a lost one (step {row.step})"
     quiet_s = QUIET_S if any(row.step for row in rows) else START_QUIET_S
     waiting = [row for row in rows if _waits(row) and row.since_s > quiet_s]
     if not waiting:

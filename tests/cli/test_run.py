@@ -94,3 +94,23 @@ def test_other_errors_under_plain_python_are_left_to_python(tmp_path: Path) -> N
     code = "import paceline.launch.boot as b; b.tell_usage_errors_shortly(); raise ValueError('no')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "ValueError: no" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("-n", "1", "--spares", "1"), "--spares with one worker"),
+        (("-n", "2", "--spares", "1", "--transport", "gloo"), "do not survive a death"),
+        (("-n", "2", "--spares", "-1"), "--spares must be 0 or more"),
+    ],
+)
+def test_spares_that_could_never_help_are_refused(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    result = launch(tmp_path, HEAD + BODY, *flags)
+    assert result.code == 2 and words in result.last_line
+    assert not result.folder.exists()
+
+
+def test_a_spare_needs_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    result = launch(tmp_path, HEAD + BODY, "-n", "2", "--spares", "1")
+    assert result.code == 2 and "2 workers and 1 spare(s) for 2 GPU(s)" in result.last_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Membership, Publish, Standing, Start, View
 
@@ -49,6 +49,12 @@ class Runs(RuleBasedStateMachine):
                     self.killed.append(worker)
                 case GiveUp():
                     self.over = True
+
+    @initialize(spares=st.integers(0, 2))
+    def it_begins(self, spares: int) -> None:
+        self.membership = Membership.begin(wanted=4, starts_left=6, spares=spares)
+        self.starting = set(range(4, 4 + spares))
+        self.alive |= self.starting
 
     @precondition(lambda self: not self.over and self.alive)
     @rule(data=st.data())
@@ -114,7 +120,29 @@ class Runs(RuleBasedStateMachine):
         membership = self.membership
         if not self.over and membership.starts_left:
             known = (Standing.STARTING, Standing.READY, Standing.MEMBER, Standing.LEAVING)
-            assert sum(1 for standing in membership.standing.values() if standing in known) >= membership.wanted
+            there = sum(1 for standing in membership.standing.values() if standing in known)
+            assert there >= membership.wanted + membership.spares
+
+    @invariant()
+    def a_spare_waits_only_while_nobody_is_missing(self) -> None:
+        membership = self.membership
+        if self.over:
+            return
+        missing = len(membership.settled.members) < membership.wanted
+        if membership.pending is None:
+            assert not (missing and Standing.READY in membership.standing.values())
+        elif len(membership.pending.members) > len(membership.settled.members):
+            staying = [m for m in membership.settled.members if membership.standing[m] is Standing.MEMBER]
+            assert len(staying) < membership.wanted, "nobody joins a run that is whole"
+
+    @invariant()
+    def who_cannot_come_is_not_waited_for(self) -> None:
+        """Whoever waits for a whole run may rely on it: as many as can be reached are there or will be."""
+        membership = self.membership
+        if not self.over:
+            assert membership.reach <= membership.wanted
+            full = sum(1 for s in membership.standing.values() if s is Standing.MEMBER) >= membership.wanted
+            assert not full or membership.reach == membership.wanted
 
 
 Runs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -197,3 +225,33 @@ def test_when_all_are_told_to_go_nobody_does() -> None:
     membership.leave(0)
     membership.leave(1)
     assert membership.all_leave
+
+
+def test_a_spare_waits_until_somebody_is_missing_and_is_followed_by_another() -> None:
+    membership = Membership.begin(wanted=2, starts_left=9, spares=1)
+    assert membership.ready(2) == []
+    assert membership.died(1, "x") == [
+        Publish(View(2, (0,)), False, "worker 1 x"),
+        Start(3, "worker 1 x"),
+        Publish(View(3, (0, 2)), True, "worker 2 is ready to join"),
+    ]
+    assert membership.healed(2) == [] and membership.ready(3) == []
+    assert membership.settled == View(3, (0, 2))
+
+
+def test_scaling_keeps_the_spares() -> None:
+    membership = Membership.begin(wanted=3, starts_left=9, spares=1)
+    membership.ready(3)
+    membership.scale(2)
+    assert membership.pending == View(2, (0, 1)) and membership.standing[3] is Standing.READY
+    membership.left(2)
+    out = membership.scale(3)
+    assert out == [Start(4, "3 workers were asked for"), Publish(View(3, (0, 1, 3)), True, "worker 3 is ready to join")]
+
+
+def test_how_many_can_be_reached() -> None:
+    membership = Membership.begin(wanted=3, starts_left=1)
+    membership.died(1, "x")
+    assert membership.reach == 3
+    membership.died(3, "x")
+    assert membership.reach == 2

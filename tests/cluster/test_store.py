@@ -85,14 +85,14 @@ def test_a_shared_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_ledger_survives_the_way_through_the_store() -> None:
-    journal = Journal.begin(3, 7, now=12.5)
+    journal = Journal.begin(3, 0, 7, now=12.5)
     journal.enter(journal.membership.died(1, "was killed"))
     journal.exits[1], journal.failure = -9, Failure("worker 2:", "boom", "", 1, 2, 13.0)
     assert Journal.decode(journal.encode()) == journal
 
 
 def test_a_replacement_stands_in_the_place_of_the_lost() -> None:
-    journal = Journal.begin(3, 7, now=0.0)
+    journal = Journal.begin(3, 0, 7, now=0.0)
     journal.exits[1] = -9
     fresh = journal.enter([Publish(View(2, (0, 2)), False, "x"), Start(3, "x")])
     assert fresh == [View(2, (0, 2))] and journal.places[3] == 1 and journal.running == [0, 2, 3]

@@ -214,7 +214,7 @@ def test_what_cannot_be_exported_is_said(stopped: Result) -> None:
 
 def test_none_good_is_a_clear_refusal_and_nothing_is_deleted(stopped: Result, tmp_path: Path) -> None:
     shutil.copytree(stopped.folder, tmp_path / "runs" / "it")
-    shards = sorted((tmp_path / "runs").rglob("*.bin"))
+    shards = sorted((tmp_path / "runs").rglob("state-*.bin"))
     for shard in shards:
         raw = bytearray(shard.read_bytes())
         raw[len(raw) // 2] ^= 4
@@ -226,4 +226,4 @@ def test_none_good_is_a_clear_refusal_and_nothing_is_deleted(stopped: Result, tm
     for verb in (("resume",), ("checkpoints", "--export", "x.pt")):
         done = paceline(*verb, "--runs", "runs", "it", cwd=tmp_path)
         assert done.returncode == 2 and "can be read; nothing was" in done.stderr
-    assert sorted((tmp_path / "runs").rglob("*.bin")) == shards
+    assert sorted((tmp_path / "runs").rglob("state-*.bin")) == shards

@@ -43,8 +43,9 @@ class Driver:
         if call == 0:
             self.strategy.begin_step()
         point = Point(self.number, call, leaves)
-        self.strategy.open(point, flat=False)
-        for leaf in Plan.of(leaves, self.peers.size).leaves_of(self.peers.rank):
+        plan = Plan.of(leaves, self.peers.size)
+        self.strategy.open(point, plan, flat=False)
+        for leaf in plan.leaves_of(self.peers.rank):
             weight = weights[leaf] if weights else 1.0
             self.strategy.weigh(weight)
             if weight:

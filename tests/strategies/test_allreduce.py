@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Point
+from paceline.tensors.tree import Plan
 from tests.strategies.one_worker import Driver
 from tests.tensors.arithmetic import reduced, same, tree_weight
 from tests.tensors.together import Member, together
@@ -347,7 +348,7 @@ def test_fp16_in_a_flat_loop_refuses_a_backward_onto_gradients_that_are_there() 
     strategy, point = driver.strategy, Point(0, 0, 1)
 
     def begin() -> bool:
-        strategy.open(point, flat=True)
+        strategy.open(point, Plan.of(1, 1), flat=True)
         return True
 
     def finish() -> None:

@@ -89,3 +89,9 @@ def test_a_start_that_takes_long_is_told() -> None:
     rows = [row(0, Phase.STARTING, 6.0), row(1, Phase.STARTING, 7.0)]
     assert verdict(rows) == (0, "all workers are still starting after 6 s")
     assert verdict([row(0, Phase.STARTING, 6.0), row(1, Phase.COMPUTE, 7.0)]) is None
+
+
+def test_a_flat_loop_that_waits_for_a_replacement() -> None:
+    found = verdict([row(0, Phase.REFILL, QUIET_S + 1), row(2, Phase.REFILL, QUIET_S + 1)])
+    assert found == (0, "workers 0, 2 waited 6 s for a worker in place of a lost one (step 7)")
+    assert verdict([row(0, Phase.REFILL, QUIET_S - 1)]) is None
