@@ -186,15 +186,16 @@ def test_stop_and_resume(tmp_path: Path, weights: str) -> None:
 
 def test_without_any_agent_the_workers_train_on_and_then_stop_with_a_checkpoint(tmp_path: Path, weights: str) -> None:
     flags = ("-n", "2", "--slots", "4", "--grace", "1", "--checkpoint-every", "1000")
-    with going(tmp_path, SCRIPT.replace("run.step >= 300", "run.step >= 250"), *flags) as run:
+    until_alone = SCRIPT.replace("not go.exists()", "not go.exists() and run._session.board.silence_s < 1.2")
+    with going(tmp_path, until_alone, *flags) as run:
         run.wait_for_step(20)
         standby, leader = run.wait_for_standby(), run.leader
         os.kill(standby, signal.SIGSTOP)  # so that it cannot start another one, nor take over
         os.kill(leader, signal.SIGKILL)
         os.kill(standby, signal.SIGKILL)
-        finish(run)
         stopped = run.wait_for(run.event("finished"), "the workers' stop")
         _, err = run.process.communicate()
+    finish(run)
     assert "no coordinator for 1 s" in stopped["why"] and "no agent leads the run any more" in err
     resumed = paceline("resume", "it", cwd=tmp_path)
     assert resumed.returncode == 0 and weights in resumed.stderr, resumed.stderr
