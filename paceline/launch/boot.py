@@ -197,3 +197,7 @@ def _run_exit_handlers() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+if __name__ == "__main__":  # what a forked worker does, in a fresh process
+    run(sys.argv[1:])
