@@ -10,6 +10,7 @@ No torch at the top: the sockets are taken over before it is imported.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -67,6 +68,8 @@ def prepare() -> None:
         importlib.import_module(name)
     sys.path = path
     gc.collect()
+    # What the imports have freed would come to the workers as small pages to be copied one by one.
+    ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()  # a worker's collections then leave the pages alone that it shares with us
     pid = os.fork()
     if pid == 0:
