@@ -58,6 +58,7 @@ def main() -> None:
     nursery = Nursery(door, secret)
     nursery.welcome(starter)
     nursery.serve()
+    os._exit(0)  # there is nothing to tidy, and to take torch apart costs a quarter of a second
 
 
 def prepare() -> None:
