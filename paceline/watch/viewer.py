@@ -23,7 +23,7 @@ from paceline.watch.lines import Fold, Follower
 from paceline.watch.terminal import Terminal
 
 _TICK_S = 0.1
-_LOST_S = 10.0
+_LOST_S = 6.0
 _GOES_S = 5.0
 
 

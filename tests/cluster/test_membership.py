@@ -145,7 +145,7 @@ class Runs(RuleBasedStateMachine):
             assert not full or membership.reach == membership.wanted
 
 
-Runs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Runs.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestMembership = Runs.TestCase
 
 
