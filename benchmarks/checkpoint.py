@@ -8,12 +8,11 @@ the one before was still being written.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from benchmarks.statistics import words
-from benchmarks.turns import Side
+from benchmarks.turns import Side, over_cases
 
 CASES = [  # name, workers, every so many steps, steps a turn, limit
     ("one worker and a spare core, a checkpoint every 10 steps", 1, 10, 40, 1.01),
@@ -39,13 +38,7 @@ def compare(name: str, workers: int, every: int, steps: int, limit: float, pairs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--only", default="", help="run the cases whose name has this in it")
-    options = parser.parse_args()
-    for case in CASES:
-        if options.only.casefold() in case[0].casefold():
-            print(compare(*case, options.pairs), flush=True)
+    over_cases(__doc__, CASES, compare)
 
 
 if __name__ == "__main__":

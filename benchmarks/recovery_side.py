@@ -84,7 +84,7 @@ def by_torchrun(training: Training) -> None:
     model, optimizer = training.model, training.sgd(training.model)
     kept, first = training.folder / "checkpoint.pt", 0
     if kept.exists():
-        state = torch.load(kept)
+        state = torch.load(kept, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]

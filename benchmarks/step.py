@@ -7,12 +7,11 @@ its 95 % bounds.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from benchmarks.statistics import words
-from benchmarks.turns import Side
+from benchmarks.turns import Side, over_cases
 
 CASES = [  # name, model, batch per worker, workers, steps a burst, limit
     ("LeNet, batch 128 per worker, 2 workers against DDP", "lenet", 128, 2, 15, 1.03),
@@ -41,13 +40,7 @@ def compare(name: str, model: str, batch: int, workers: int, steps: int, limit: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--only", default="", help="run the cases whose name has this in it")
-    options = parser.parse_args()
-    for case in CASES:
-        if options.only.casefold() in case[0].casefold():
-            print(compare(*case, options.pairs), flush=True)
+    over_cases(__doc__, CASES, compare)
 
 
 if __name__ == "__main__":

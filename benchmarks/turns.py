@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 _PATIENCE_S = 180
@@ -78,3 +80,14 @@ class Side:
             for side in sides:
                 side.end()
         return [times[side.name] for side in sides]
+
+
+def over_cases(about: str | None, cases: Sequence[tuple[Any, ...]], compare: Callable[..., str]) -> None:
+    """The command line of a benchmark that compares two sides in several cases; a case begins with its name."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--only", default="", help="run the cases whose name has this in it")
+    options = parser.parse_args()
+    for case in cases:
+        if options.only.casefold() in case[0].casefold():
+            print(compare(*case, options.pairs), flush=True)

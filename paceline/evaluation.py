@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.cluster.board import Phase
-from paceline.data.loader import place, strided
+from paceline.data.copies import strided
 from paceline.data.order import mix
 from paceline.data.random import seeded, set_seed
+from paceline.data.values import place
 from paceline.errors import UsageError
 from paceline.session import user_line
 from paceline.state.snapshot import Snapshot

@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed, Share, leading_size, map_tensors, place
+from paceline.data.loader import Feed, Share
 from paceline.data.order import mix
 from paceline.data.pieces import NOTHING, Taken, cut, cut_ids, loose_tally, own_draw, tally
 from paceline.data.random import IN_SHARE, OUTSIDE, set_seed
 from paceline.data.receipts import NO_TALLY, Loose, Tally
+from paceline.data.values import leading_size, map_tensors, place
 from paceline.errors import MismatchError, UsageError
 from paceline.flat import Flat
 from paceline.gaps import Gaps

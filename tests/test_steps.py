@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.loader import build_feed, map_tensors
+from paceline.data.loader import build_feed
 from paceline.data.pieces import NOTHING, cut
+from paceline.data.values import map_tensors
 from paceline.steps import Batch, TimeSplit
 from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain, value
 

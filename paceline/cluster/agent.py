@@ -21,7 +21,7 @@ from paceline.cluster.journal import Journal
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.leader import Leader
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.cluster.standby import Taken, stand_by
+from paceline.cluster.standby import Lead, stand_by
 from paceline.cluster.store import Store
 from paceline.watch.folder import RunFolder
 
@@ -43,16 +43,12 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     place = Rendezvous.of(folder)
     store = Store(place.store)
     if first:
-        taken: Taken | None = Taken(store.lead(0, os.getpid()), _first_kept(job))
+        lead: Lead | None = Lead(store, store.lead(0, os.getpid()), _first_kept(job))
     else:
-        taken = stand_by(place, store, job.settings.lease)
-    if taken is None:
-        return 0
-    journal = _journal(job, store)
-    leader = Leader(
-        job, folder, place, store, taken.fence, taken.kept, journal, lambda: start_agent(folder, first=False), hire
-    )
-    leader.lead()
+        lead = stand_by(place, store, job.settings.lease)
+    if lead is not None:
+        journal = _journal(job, store)
+        Leader(job, folder, place, lead, journal, lambda: start_agent(folder, first=False), hire).lead()
     return 0
 
 

@@ -17,7 +17,7 @@ from paceline.cluster.job import Job
 from paceline.cluster.journal import Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.memory import Segments
-from paceline.cluster.store import Store
+from paceline.cluster.standby import Lead
 from paceline.watch.folder import RunFolder
 
 _KILLS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
@@ -29,9 +29,9 @@ class Coordinator:
     """`start` and `kill` act on a worker by its number; `changed` is called when something has become known."""
 
     def __init__(
-        self, job: Job, folder: RunFolder, store: Store, fence: int, journal: Journal, board: Board, segments: Segments
+        self, job: Job, folder: RunFolder, lead: Lead, journal: Journal, board: Board, segments: Segments
     ) -> None:
-        self._job, self._folder, self._store, self._fence = job, folder, store, fence
+        self._job, self._folder, self._store, self._fence = job, folder, lead.store, lead.fence
         self.journal, self.membership = journal, journal.membership
         self._board, self._segments = board, segments
         self.start: Callable[[int], None]

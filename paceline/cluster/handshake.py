@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 SECRET_BYTES = 32
@@ -43,7 +44,7 @@ class Move(NamedTuple):
     """Of a refusal, for the log."""
 
 
-class _Side:
+class _Side(ABC):
     """What both sides do: wait for a greeting, then for a proof."""
 
     _ours: bytes
@@ -102,17 +103,17 @@ class _Side:
         knock, gate = self._nonces()
         return hmac.digest(self._secret, _MAGIC + label + knock + gate + self._binding, "sha256")
 
+    @abstractmethod
     def _nonces(self) -> tuple[bytes, bytes]:
         """Of the one who knocks, and of the gate."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _greeted(self) -> bytes:
         """The answer to a greeting."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _believed(self) -> bytes:
         """The answer to a proof that holds."""
-        raise NotImplementedError
 
 
 _KNOCK, _GATE = b"knock", b"gate-"

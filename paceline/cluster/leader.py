@@ -23,11 +23,12 @@ from paceline.cluster.ending import conclude
 from paceline.cluster.injection import Injection
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
-from paceline.cluster.kept import BOARD, Kept
+from paceline.cluster.kept import BOARD
 from paceline.cluster.memory import Segments
 from paceline.cluster.nursing import Fork, Nursery
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.cluster.store import FencedError, Store
+from paceline.cluster.standby import Lead
+from paceline.cluster.store import FencedError
 from paceline.launch.environment import Ticket, nursery_environment, own_environment
 from paceline.watch.folder import RunFolder
 from paceline.watch.verdict import QUIET_S, verdict
@@ -49,24 +50,22 @@ class Leader:
         job: Job,
         folder: RunFolder,
         place: Rendezvous,
-        store: Store,
-        fence: int,
-        kept: Kept,
+        lead: Lead,
         journal: Journal,
         start_standby: Callable[[], subprocess.Popen[bytes]],
         hire: type[Crew] = Crew,
     ) -> None:
         self._job, self._folder, self._place = job, folder, place
-        self._store, self._fence, self._kept, self._journal = store, fence, kept, journal
-        board = kept.get(BOARD)
+        self._store, self._fence, self._kept, self._journal = lead.store, lead.fence, lead.kept, journal
+        board = lead.kept.get(BOARD)
         assert board is not None
         self._board = Board(os.dup(board[0]), board[1])
         self._selector = selectors.DefaultSelector()
-        segments = Segments(job.settings.shm_limit, kept)
-        self._coordinator = Coordinator(job, folder, store, fence, journal, self._board, segments)
-        self._answering = Answering(self._coordinator, folder, self._board, kept, segments)
+        segments = Segments(job.settings.shm_limit, lead.kept)
+        self._coordinator = Coordinator(job, folder, lead, journal, self._board, segments)
+        self._answering = Answering(self._coordinator, folder, self._board, lead.kept, segments)
         self._crew = hire(folder, self._board, self._selector, self._start_nursery, self._on_start, self._on_end)
-        address = f"{place.address}-{fence}"
+        address = f"{place.address}-{lead.fence}"
         self._desk = Desk(address, place.secret, self._selector, self._answering.answer, self._answering.known)
         self._answering.desk = self._desk
         self._coordinator.start, self._coordinator.kill = self._start_worker, self._crew.kill

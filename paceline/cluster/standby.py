@@ -21,10 +21,11 @@ from paceline.cluster.store import FencedError, Record, Store
 _LOOK_S = 0.25
 
 
-@dataclass
-class Taken:
-    """This agent leads now."""
+@dataclass(frozen=True)
+class Lead:
+    """The lead of a run: where its decisions go, under which fence, and what must outlive whoever has it."""
 
+    store: Store
     fence: int
     kept: Kept
 
@@ -33,13 +34,13 @@ class _Over(Exception):
     """The run is over: there is nothing to stand by for."""
 
 
-def stand_by(place: Rendezvous, store: Store, lease_s: float) -> Taken | None:
+def stand_by(place: Rendezvous, store: Store, lease_s: float) -> Lead | None:
     """Wait for the leader's end and take over; None if the run has ended."""
     while True:
         kept = Kept()
         try:
             record = store.read()
-            return Taken(_follow(record, place, store, kept, lease_s), kept)
+            return Lead(store, _follow(record, place, store, kept, lease_s), kept)
         except FencedError:
             kept.close()  # another one was faster: stand by for that one
         except _Over:

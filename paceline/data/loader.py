@@ -7,7 +7,6 @@ gives global batches, and its length is the steps of an epoch at any worker coun
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -25,65 +23,15 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.data.copies import ORIGINAL, Seeded, copy_of, with_sampler
 from paceline.data.dealing import Dealing
 from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
-from paceline.data.random import next_draws, seeded, set_seed
+from paceline.data.random import set_seed
+from paceline.data.values import leading_size
 from paceline.errors import UsageError
 
-_ITEM, _COLLATE = 7, 8  # keep the seeds of items and of their collation apart from those of steps
-_ORIGINAL = "_paceline_original"
-_KNOWN = 1
-with seeded(_KNOWN):
-    _UNTOUCHED = next_draws()
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same batch, with every tensor in it changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        changed = copy.copy(value)
-        changed.update({key: map_tensors(item, change) for key, item in value.items()})
-        return changed
-    return value
-
-
-def place(value: Any, device: torch.device) -> Any:
-    """The same batch on the device, every tensor aligned to 64 bytes.
-
-    Vectorised kernels treat an unaligned head differently, so a share that happens to lie two bytes
-    further in memory would give other bits.
-    """
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if device.type != "cpu":
-            return tensor.to(device, non_blocking=True)
-        return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
-
-    return map_tensors(value, move)
-
-
-def leading_size(value: Any) -> int:
-    """How many samples a collated batch holds: the length of its first tensor, else 1."""
-    if isinstance(value, torch.Tensor):
-        return int(value.shape[0]) if value.dim() else 1
-    found = _first_size(value)
-    return 1 if found is None else found
-
-
-def _first_size(value: Any) -> int | None:
-    if isinstance(value, torch.Tensor):
-        return int(value.shape[0]) if value.dim() else 1
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return next((size for size in map(_first_size, value) if size is not None), None)
-    return None
+_ITEM = 7  # keeps the seeds of items apart from those of steps and of collation
 
 
 class Share(NamedTuple):
@@ -122,44 +70,6 @@ class Feed(Protocol):
 
     def stop(self) -> None:
         """Let go of loader processes."""
-
-
-class _Seeded(Dataset[Any]):
-    """A map-style data set whose random augmentation depends on the sample alone.
-
-    Seeding every generator for every sample costs more than many data sets do. So a share is fetched
-    under a known seed first; if a generator was drawn from, the share is fetched again with a seed a
-    sample, and from then on all are.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self._many = getattr(inner, "__getitems__", None)
-        self._draws = False
-
-    def __getitem__(self, tagged: tuple[int, int]) -> Any:
-        key, index = tagged
-        set_seed(mix(key, index))
-        return self.inner[index]
-
-    def __getitems__(self, tagged: tuple[int, list[int]]) -> Any:
-        key, ids = tagged
-        samples = self._fetch(key, ids)
-        set_seed(mix(key, ids[0], _COLLATE))  # a collate_fn may draw too (masking, mixing)
-        return samples
-
-    def _fetch(self, key: int, ids: list[int]) -> Any:
-        if self._many is not None:
-            set_seed(mix(key, ids[0]))
-            return self._many(ids)
-        if not self._draws:
-            set_seed(_KNOWN)
-            inner = self.inner
-            samples = [inner[index] for index in ids]
-            if next_draws() == _UNTOUCHED:
-                return samples
-            self._draws = True
-        return [self[key, index] for index in ids]
 
 
 class _Aim:
@@ -203,7 +113,7 @@ class MapFeed:
         self.batch, self.dealing = loader.batch_size, dealing
         self._shares = shares
         self._aim = _Aim(shares, dealing.seed, single=loader.batch_sampler is None)
-        self._loader = _with_sampler(loader, self._aim, _Seeded(loader.dataset))
+        self._loader = with_sampler(loader, self._aim, Seeded(loader.dataset))
         self._items: Iterator[Any] | None = None
         self._early: dict[tuple[int, int], Share] = {}
         self._dataset: Any = loader.dataset
@@ -336,40 +246,6 @@ class StreamFeed:
         self._items, self._held = iter(()), []
 
 
-def _copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy of the loader as the user made it, even if the run has adopted it since."""
-    inner = copy.copy(loader)
-    inner.__class__ = getattr(type(loader), _ORIGINAL, type(loader))
-    inner.__dict__["_iterator"] = None
-    return inner
-
-
-def _with_sampler(loader: DataLoader[Any], sampler: Any, dataset: Any) -> DataLoader[Any]:
-    """A copy of the loader that draws its batches from `sampler`.
-
-    DataLoader forbids setting these names after construction, but says nothing about a copy's dict:
-    a rebuilt loader would lose a subclass's own attributes.
-    """
-    inner = _copy_of(loader)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    # in_order=False would deliver whichever batch is ready first, under another one's name.
-    inner.__dict__.update({name: sampler, "dataset": dataset, "in_order": True})
-    return inner
-
-
-def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Iterator[tuple[int, Any]]:
-    """The loader's own batches number first, first + stride, …, each with its number; draws follow the sample."""
-    if isinstance(loader.dataset, IterableDataset):
-        for number, item in enumerate(_copy_of(loader)):
-            if number % stride == first:
-                yield number, item
-        return
-    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    mine = list(source)[first::stride]
-    inner = _with_sampler(loader, [(key, ids) for ids in mine], _Seeded(loader.dataset))
-    yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)
-
-
 def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
     """The feed for what the user gave to prepare()."""
     if not isinstance(loader, DataLoader):
@@ -378,7 +254,7 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
             "(for arrays: DataLoader(TensorDataset(torch.from_numpy(x), ...), batch_size=...))"
         )
     if isinstance(loader.dataset, IterableDataset):
-        return StreamFeed(_copy_of(loader), Dealing("stream", slots, seed))
+        return StreamFeed(copy_of(loader), Dealing("stream", slots, seed))
     n = _size_of(loader.dataset)
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
@@ -451,10 +327,10 @@ def adopt(loader: Any, iterate: Callable[[], Iterator[Any]], length: Callable[[]
         "__module__": kind.__module__,
         "__iter__": lambda _self: iterate(),
         "__len__": lambda _self: length(),
-        _ORIGINAL: kind,
+        ORIGINAL: kind,
     }
     loader.__class__ = type(kind.__name__, (kind,), members)
 
 
 def adopted(loader: Any) -> bool:
-    return hasattr(type(loader), _ORIGINAL)
+    return hasattr(type(loader), ORIGINAL)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.data.loader import Share, leading_size
+from paceline.data.loader import Share
 from paceline.data.order import Ids
 from paceline.data.receipts import Loose, Tally
+from paceline.data.values import leading_size
 
 _FEW = 4096
 """Ids that are kept until their digest is taken, rather than hashed within the step."""

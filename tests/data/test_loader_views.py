@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from paceline.data.loader import adopt, adopted, build_feed, leading_size, place, strided
+from paceline.data.copies import strided
+from paceline.data.loader import adopt, adopted, build_feed
+from paceline.data.values import leading_size, place
 from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, plain, steps_of
 
 # adoption

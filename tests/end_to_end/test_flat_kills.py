@@ -138,10 +138,16 @@ WAITS = """at("batch")
 """
 
 
+SLOW_TOP = """
+import time
+while run._session.worker > 3 and '"joined"' not in (run.dir / "events.jsonl").read_text():
+    time.sleep(0.001)
+"""
+
+
 def test_a_spare_is_there_from_the_start_and_takes_over(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """It has run the script's slow top before it is needed; another one follows it."""
-    slow = SCRIPT.replace('at("prepare")', "import time; time.sleep(1.5)")
-    script = slow.replace('at("batch")', WAITS)
+    """It has run the script's top before it is needed; another one follows it, whose top takes until then."""
+    script = SCRIPT.replace('at("prepare")', SLOW_TOP).replace('at("batch")', WAITS)
     result = launch(tmp_path, script, *FLAT, "--spares", "1", args=(*SMALL, "1:5:forward"))
     check(result, undisturbed, tmp_path, 1)
     events = result.events()

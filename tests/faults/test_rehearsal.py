@@ -72,16 +72,16 @@ def test_a_script_that_fails_by_itself_is_not_rehearsed(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "paceline: the run without faults failed (see above): nothing was rehearsed"
 
 
-SLEEPS = f"""{MARK}import pathlib, sys, time
+HANGS = f"""{MARK}import pathlib, signal, sys
 if mark.endswith(sys.argv[1]):
     pathlib.Path("here").touch()
-    time.sleep(600)
+    signal.pause()
 {HEAD}{BODY}"""
 
 
 @pytest.mark.parametrize(("by", "where"), [(signal.SIGINT, "/seed-1"), (signal.SIGTERM, "/reference")])
 def test_an_interrupt_ends_what_was_started(tmp_path: Path, by: signal.Signals, where: str) -> None:
-    write_script(tmp_path, SLEEPS)
+    write_script(tmp_path, HANGS)
     command = [sys.executable, "-m", "paceline", "rehearse", "-n", "2", "--seeds", "3", "train.py", where]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -105,7 +105,7 @@ def rehearsal_of(folder: Path, script: str) -> Rehearsal:
 
 def test_a_hang_is_ended_with_all_it_started(tmp_path: Path) -> None:
     starts = "subprocess.Popen(['sleep', '600'], start_new_session=True)"
-    rehearsal = rehearsal_of(tmp_path, f"import subprocess, time\n{starts}\ntime.sleep(600)")
+    rehearsal = rehearsal_of(tmp_path, f"import signal, subprocess\n{starts}\nsignal.pause()")
     rehearsal.patience_s = 6.0
     verdict = rehearsal.rehearse(1, [Fault.parse("kill standby @step 3")], Outcome(0, {"steps": 10}))
     assert re.match(r"it hung: ended after \d+ s", verdict.why)

@@ -416,6 +416,7 @@ def test_with_nobody_left_it_ends() -> None:
         nursery.welcome(theirs)
         ours.close()
         nursery.serve()
+        assert nursery._clients == [] and nursery._alone(), "it has let the last one go, and come to its end"
         nursery._leave()
 
 
