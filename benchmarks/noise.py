@@ -16,9 +16,9 @@ _VALID = [
     wire.encode(message)
     for message in (
         Hello(3, 4321),
-        Welcome(108, 3, [0, 2, 5], 2),
+        Welcome(108, 3, [0, 2, 5], [0, 1, 0], 2),
         After(3),
-        Next(5, [2, 0, 7], 3),
+        Next(5, [2, 0, 7], [1, 0, 0], 3),
         Segment("term-1/meet", 1 << 40),
         Granted(5),
         Put("store", "29500"),

@@ -218,7 +218,7 @@ class Session:
                     f"a flat loop with {needed} slots, and only {self.board.reach} workers will be there. Add the inner loop "
                     "`for x, y in run.slots():` around forward and backward: then any number of workers will do"
                 )
-            if self.board.silence_s > self.settings.grace:
+            if self.board.unled_s > self.settings.grace:
                 raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
             time.sleep(_POLL_S)
         return term

@@ -43,7 +43,7 @@ class Stopping:
         board = self._session.board
         if board.stop:
             return _FROM_OUTSIDE + board.stop
-        if board.silence_s > self._session.settings.grace:
+        if board.unled_s > self._session.settings.grace:
             return _ALONE
         return _RULE if self._due else 0
 

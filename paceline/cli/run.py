@@ -124,7 +124,7 @@ def start(job: Job, folder: RunFolder, show: str) -> int:
     folder = RunFolder(folder.path.absolute())
     job.write(folder)
     folder.summary.unlink(missing_ok=True)
-    place = Rendezvous.create(folder)
+    place = Rendezvous.create(folder, job.gpus)
     viewer = Viewer(folder, place, Terminal(job.workers), show)
     agent = start_agent(folder, first=True)
     code = viewer.watch()

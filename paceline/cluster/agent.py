@@ -9,6 +9,7 @@ their own: the terminal's death is not theirs.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ from pathlib import Path
 from paceline.cluster.board import Board
 from paceline.cluster.crew import Crew
 from paceline.cluster.job import Job
-from paceline.cluster.journal import Journal
+from paceline.cluster.journal import Journal, Machine
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.leader import Leader
+from paceline.cluster.node import Node
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead, stand_by
 from paceline.cluster.store import Store
@@ -47,8 +49,11 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     else:
         lead = stand_by(place, store, job.settings.lease)
     if lead is not None:
-        journal = _journal(job, store)
-        Leader(job, folder, place, lead, journal, lambda: start_agent(folder, first=False), hire).lead()
+        node = Node(job, folder, place, lead, lambda: start_agent(folder, first=False), hire)
+        try:
+            Leader(node, store, lead.fence, _journal(job, store)).lead()
+        finally:
+            node.close()
     return 0
 
 
@@ -63,8 +68,11 @@ def _first_kept(job: Job) -> Kept:
 def _journal(job: Job, store: Store) -> Journal:
     """Where the last leader stopped; a fresh one, if it had not begun."""
     state = store.read().state
+    if state:
+        return Journal.decode(state)
     starts = 0 if job.dry_run else REPLACEMENTS
-    return Journal.decode(state) if state else Journal.begin(job.workers, job.spares, starts, time.monotonic())
+    here = Machine(socket.gethostname(), "")
+    return Journal.begin(job.workers, job.spares, starts, time.monotonic(), here)
 
 
 if __name__ == "__main__":

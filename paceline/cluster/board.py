@@ -81,7 +81,9 @@ _PHASE_WORDS = {
 }
 
 _PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)
-_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH = range(7)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED = range(8)
+_OF_AGENT = (_GONE, _SLOW)
+"""Words of a row that its machine's agent writes."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Board:
 
     @property
     def leader(self) -> int:
-        """The fence of the agent that leads the run."""
+        """The fence of the agent that speaks for this machine; on one machine it leads the run."""
         return self._words[_LEADER]
 
     @leader.setter
@@ -181,14 +183,26 @@ class Board:
         self._words[_LEADER] = fence
 
     def beat(self) -> None:
-        """The leader is alive and not frozen."""
+        """This machine's agent is alive and not frozen."""
         self._words[_BEAT] = time.monotonic_ns()
 
     @property
     def silence_s(self) -> float:
-        """How long the leader has said nothing; 0 before the first word."""
-        beat = self._words[_BEAT]
-        return (time.monotonic_ns() - beat) / 1e9 if beat else 0.0
+        """How long this machine's agent has said nothing; 0 before the first word."""
+        return self._since(_BEAT)
+
+    def led(self) -> None:
+        """The run has a coordinator, here or on another machine."""
+        self._words[_LED] = time.monotonic_ns()
+
+    @property
+    def unled_s(self) -> float:
+        """How long nothing was heard of a coordinator; 0 before the first word."""
+        return self._since(_LED)
+
+    def _since(self, word: int) -> float:
+        then = self._words[word]
+        return (time.monotonic_ns() - then) / 1e9 if then else 0.0
 
     # the rows
 
@@ -214,6 +228,26 @@ class Board:
 
     def bury(self, worker: int) -> None:
         self._words[_WORDS * (1 + worker) + _GONE] = 1
+
+    def row_bytes(self, worker: int) -> bytes:
+        """A row for another machine's board."""
+        base = _WORDS * (1 + worker)
+        words = self._words[base : base + _WORDS].tolist()
+        words[_SINCE] = time.monotonic_ns() - words[_SINCE] if words[_SINCE] else 0  # clocks differ
+        return struct.pack(f"{_WORDS}q", *words)
+
+    def copy_row(self, worker: int, raw: bytes) -> None:
+        """A row of another machine's board; ValueError if it is none."""
+        if len(raw) != _WORDS * 8 or not 0 <= worker < self.workers:
+            raise ValueError(f"{len(raw)} bytes are no row of worker {worker}")
+        words = struct.unpack(f"{_WORDS}q", raw)
+        Phase(words[_PHASE])
+        base = _WORDS * (1 + worker)
+        for at, word in enumerate(words):
+            if at not in _OF_AGENT:
+                self._words[base + at] = word
+        if words[_SINCE]:
+            self._words[base + _SINCE] = time.monotonic_ns() - words[_SINCE]
 
     def row(self, worker: int) -> Row:
         return Row(self, worker)

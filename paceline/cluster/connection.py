@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import ssl
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -65,9 +66,9 @@ class Connection:
     def receive(self) -> list[Received]:
         """The messages that have come as a whole. Those before an end or a nonsense count."""
         found: list[Received] = []
-        for _ in range(_READS):
-            if self.ended is not None:
-                break
+        reads = 0
+        while self.ended is None and (reads < _READS or self._has_more()):
+            reads += 1
             try:
                 chunk, fds = self._read()
             except BlockingIOError:
@@ -81,6 +82,10 @@ class Connection:
                 break
             self._take(chunk, fds, found)
         return found
+
+    def _has_more(self) -> bool:
+        """Bytes that TLS has taken off the socket already: no selector would tell of them."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _read(self) -> tuple[bytes, list[int]]:
         if self._socket.family != socket.AF_UNIX:

@@ -1,39 +1,39 @@
 """The coordinator: what the leader decides about the run, written to the store before anybody is told.
 
-`membership` says who is in the run; this is its shell: it notes down, publishes on the board, and has
-workers started and killed. No torch in here.
+`membership` says who is in the run; this is its shell: it notes down in the journal, and has workers
+started and killed. It knows no sockets and no board: each machine's `Node` does what the journal says.
+No torch in here.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cluster.board import Abort, Board, Phase, Stop
+import msgspec
+
+from paceline.cluster import messages
+from paceline.cluster.board import Phase, Stop
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
-from paceline.cluster.memory import Segments
-from paceline.cluster.standby import Lead
+from paceline.cluster.store import Store
 from paceline.watch.folder import RunFolder
 
 _KILLS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 """Signals that come from outside: the worker was well. A crash (SIGSEGV, …) would only repeat itself."""
-_SEGMENT = re.compile(r"(?:group|state)-(\d{1,9})(?:[-/].*)?")
+_LOST = -signal.SIGKILL
+"""The exit code of a worker whose machine was lost, for want of a better one."""
 
 
 class Coordinator:
-    """`start` and `kill` act on a worker by its number; `changed` is called when something has become known."""
+    """`start` and `kill` act on a worker by its number; `changed` is called when the journal has."""
 
-    def __init__(
-        self, job: Job, folder: RunFolder, lead: Lead, journal: Journal, board: Board, segments: Segments
-    ) -> None:
-        self._job, self._folder, self._store, self._fence = job, folder, lead.store, lead.fence
+    def __init__(self, job: Job, folder: RunFolder, store: Store, fence: int, journal: Journal) -> None:
+        self._job, self._folder, self._store, self._fence = job, folder, store, fence
         self.journal, self.membership = journal, journal.membership
-        self._board, self._segments = board, segments
         self.start: Callable[[int], None]
         self.kill: Callable[[int], None]
         self.changed: Callable[[], None]
@@ -42,27 +42,40 @@ class Coordinator:
         """FencedError: another agent leads, and nothing of this one's counts any more."""
         self._store.write(self._fence, self.journal.encode(), views or [])
 
-    def take_over(self) -> None:
-        """Whatever the last leader had decided and not yet done is done now; all of it can be done twice."""
-        for number, standing in self.membership.standing.items():
-            if standing is Standing.GONE:
-                self._board.bury(number)
-        self._board.stop = self.journal.stop
-        if self.journal.failure is not None:
-            self._board.abort = Abort.WORKER_LOST
+    def decide(self, worker: int, message: msgspec.Struct) -> msgspec.Struct | None:
+        """What comes of a message that changes the run; no answer where the journal will have it."""
+        match message:
+            case messages.Ready():
+                self.follow_up(self.membership.ready(worker))
+                return None
+            case messages.Healed():
+                self._joined(worker)
+            case messages.Put(key, value):
+                self.journal.facts[key] = value
+                self.save()
+                self.changed()
+            case messages.Failed():
+                if not message.follows:
+                    self.fail(f"worker {worker}:", message.summary, message.traceback, message.exit_code, worker)
+            case messages.Stop(who, kill):
+                self.stop(who, _kill_words(who) if kill else who.words, kill)
+            case messages.Scale(count):
+                refusal = self._scale(count)
+                return messages.Refused(refusal) if refusal else messages.Done()
+            case _:
+                raise ValueError(f"nobody says {type(message).__name__} to a coordinator")
+        return messages.Done()
 
     # who is in the run
 
-    def follow_up(self, instructions: list[Instruction], buried: int | None = None) -> None:
+    def follow_up(self, instructions: list[Instruction]) -> None:
         """Written down first; then told and done."""
         self.save(self.journal.enter(instructions))
-        if buried is not None:
-            self._board.bury(buried)
-        self.announce()
+        self.changed()
         for instruction in instructions:
             match instruction:
                 case Publish(view, agreed, why):
-                    self._publish(view, agreed, why)
+                    self._tell_view(view, agreed, why)
                 case Start(number, why):
                     self._folder.event("starting a worker", why, worker=number)
                     self.start(number)
@@ -71,45 +84,41 @@ class Coordinator:
                     self.kill(number)
                 case GiveUp(why):
                     self.fail("the run:", why, worker=max(self.journal.places))
-        self.changed()
 
-    def announce(self) -> None:
-        """On the board: the change that all should agree on, if there is one, and how many can still come."""
-        pending = self.membership.pending
-        self._board.next_term = pending.term if pending else 0
-        self._board.reach = self.membership.reach
-
-    def _publish(self, view: View, agreed: bool, why: str) -> None:
+    def _tell_view(self, view: View, agreed: bool, why: str) -> None:
         count = len(view.members)
         notice = {} if agreed else {"notice": f"{why}; going on with {count} worker{'s' * (count != 1)}"}
         self._folder.event("view", why, term=view.term, workers=list(view.members), **notice)
-        if not agreed:
-            self._segments.forget(lambda name: term_of(name) < view.term - 1)
 
-    def joined(self, worker: int) -> None:
+    def _joined(self, worker: int) -> None:
         """A newcomer has the run's state."""
         instructions = self.membership.healed(worker)
-        if self.membership.settled.members[-1] == worker and not self.membership.pending:
-            self._segments.forget(lambda name: name.startswith("state-"))
         self._folder.event("joined", "it has the run's state", worker=worker, notice=f"worker {worker} has joined")
         self.follow_up(instructions)
 
-    def leavers(self) -> None:
-        """Workers that were told to go (SIGTERM) leave at a step's end; if all are, the run stops."""
-        for number in self.membership.settled.members:
-            if self._board.leaves(number) and self.membership.standing[number] is Standing.MEMBER:
-                self._folder.event("leaving", "it was told to end (SIGTERM)", worker=number)
-                self.follow_up(self.membership.leave(number))
+    def leaves(self, number: int) -> None:
+        """A worker that was told to go (SIGTERM) leaves at a step's end; if all are, the run stops."""
+        if self.membership.standing.get(number) is Standing.MEMBER:
+            self._folder.event("leaving", "it was told to end (SIGTERM)", worker=number)
+            self.follow_up(self.membership.leave(number))
         if self.membership.all_leave and not self.journal.stop:
             self.stop(Stop.SIGTERM, "every worker was told to end (SIGTERM)")
 
-    def scale(self, count: int) -> str:
+    def main_is_ready(self) -> None:
+        if not self.journal.main_ready:
+            self.journal.main_ready = True
+            self.save()
+            self.changed()
+
+    def _scale(self, count: int) -> str:
         """Train with so many; why not, if that cannot be."""
         slots = self._slots()
         if not 1 <= count <= slots:
             return f"{count} workers for {slots} slots: a run trains with 1 to {slots} workers"
         if not self._job.survives_deaths:
             return "this run cannot change its workers: it uses groups of torch (--transport gloo or nccl)"
+        if count > self.journal.room:
+            return f"{count} workers, and the machines have places for {self.journal.room}: let another machine join"
         self._folder.event("scaling", f"{count} workers were asked for", notice=f"going to {count} workers")
         self.follow_up(self.membership.scale(count))
         return ""
@@ -119,6 +128,52 @@ class Coordinator:
         settings = self._folder.read_json(self._folder.config).get("settings", {})
         return int(settings.get("slots", self._job.settings.slots))
 
+    # machines come and go
+
+    def machine_came(self, number: int) -> None:
+        """It is new, or back; when all are there that were waited for, the workers start."""
+        machine = self.journal.machines[number]
+        if machine.here:
+            return
+        machine.here = True
+        words = f"machine {number} ({machine.name}) is here, with places for {machine.places} workers"
+        self._folder.event("machine", words, machine=number, notice=words)
+        if not self.journal.awaited:
+            self.follow_up(self.membership.make_room(self.journal.room, f"machine {number} has places"))
+        elif self.journal.complete:
+            self.journal.settle_in()
+            self.save()
+            self.changed()
+            for worker in self.journal.running:
+                self.start(worker)
+        else:
+            self.save()
+
+    def machine_went(self, number: int, why: str) -> None:
+        """Nothing was heard of it for a lease: the run goes on without its workers, whatever they do."""
+        machine = self.journal.machines[number]
+        if not machine.here:
+            return
+        machine.here = False
+        self.membership.room = self.journal.room
+        words = f"machine {number} ({machine.name}) {why}"
+        self._folder.event("machine", words, machine=number, notice=words)
+        there = [worker for worker in self.journal.running if self.journal.homes[worker] == number]
+        self.save()
+        for worker in there:
+            if not self.over and worker in self.journal.running:
+                self._give_up_on(worker, f"was lost with machine {number}")
+
+    def _give_up_on(self, worker: int, why: str) -> None:
+        if self.membership.standing[worker] is Standing.GONE:
+            self.journal.exits[worker] = _LOST
+            self.save()
+        elif self._job.survives_deaths:
+            self.journal.exits[worker] = _LOST
+            self.lose(worker, why)
+        else:
+            self.fail(f"worker {worker}", why, worker=worker)
+
     # workers come and go
 
     def worker_started(self, number: int, pid: int) -> None:
@@ -126,31 +181,43 @@ class Coordinator:
             return  # taken over from the last leader
         self.journal.pids[number] = pid
         self.save()
-        place = self.journal.places[number]
-        why = f"it stands for worker {place}" if place != number else "the run begins"
-        why = "a spare, for whoever is lost" if place == number >= self._job.workers else why
-        self._folder.event("worker started", why, worker=number, pid=pid)
+        home = self.journal.homes[number]
+        fields = {"machine": home} if len(self.journal.machines) > 1 else {}
+        self._folder.event("worker started", self._why_started(number), worker=number, pid=pid, **fields)
 
-    def worker_ended(self, number: int, code: int) -> None:
+    def _why_started(self, number: int) -> str:
+        place = self.journal.places[number]
+        if number < self._job.workers:
+            return "the run begins"
+        if number < self._job.workers + self._job.spares:
+            return "a spare, for whoever is lost"
+        return f"it stands for worker {place}" if len(self.journal.machines) == 1 else "it stands for one that was lost"
+
+    def worker_ended(self, number: int, code: int, phase: Phase) -> None:
+        """`phase`: the last that it wrote on the board."""
+        if number in self.journal.exits:
+            return
         self.journal.exits[number] = code
+        gone = self.membership.standing[number] is Standing.GONE
+        if gone:  # whoever met it in a view that was overtaken must not wait for it
+            self.journal.buried.append(number)
         self.save()
         self._folder.event("worker ended", exit_words(code), worker=number, exit_code=code)
-        if self.membership.standing[number] is Standing.GONE:
-            self._board.bury(number)  # whoever met it in a view that was overtaken must not wait for it
-        if self.over or self.membership.standing[number] is Standing.GONE:
+        self.changed()
+        if self.over or gone:
             return
-        if code == 0 and self._board.see(number).phase == Phase.LEFT:
+        if code == 0 and phase == Phase.LEFT:
             self.follow_up(self.membership.left(number))
-        elif code and not self._survives(number, code):
+        elif code and not self._survives(number, code, phase):
             trace = _crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)
 
-    def _survives(self, number: int, code: int) -> bool:
+    def _survives(self, number: int, code: int, phase: Phase) -> bool:
         """Whether the run goes on without this worker, which has just ended."""
         a_newcomer = number not in self.membership.settled.members
         if not (a_newcomer and code < 0) and (code not in _KILLS or not self._job.survives_deaths):
             return False
-        if self._board.see(number).phase == Phase.FINISHED:
+        if phase == Phase.FINISHED:
             return True
         if self._job.workers == 1 and len(self.membership.settled.members) == 1 and not a_newcomer:
             return False  # its own words say it better than that nobody is left
@@ -160,7 +227,21 @@ class Coordinator:
     def lose(self, number: int, why: str) -> None:
         """The run goes on without this worker."""
         self.journal.deaths += 1
-        self.follow_up(self.membership.died(number, why), buried=number)
+        self.journal.buried.append(number)
+        self.follow_up(self.membership.died(number, why))
+
+    def end_newcomers(self) -> None:
+        """The members have finished: whoever is still on the way comes too late."""
+        exits = self.journal.exits
+        late = self.journal.running
+        if late and all(number in exits for number in self.membership.settled.members):
+            self.membership.starts_left = 0  # nobody comes in their place
+            if not set(late) <= set(self.journal.doomed):
+                self.journal.doomed = sorted({*self.journal.doomed, *late})
+                self.save()
+                self.changed()
+            for number in late:
+                self.kill(number)
 
     # the end
 
@@ -172,7 +253,7 @@ class Coordinator:
         if not self.over:
             self.journal.failure = Failure(who, text, trace, exit_code, worker, time.monotonic())
             self.save()
-            self._board.abort = Abort.WORKER_LOST
+            self.changed()
 
     def stop(self, who: Stop, why: str, kill: bool = False) -> None:
         """After this step, or at once."""
@@ -181,23 +262,14 @@ class Coordinator:
             self.journal.killed = why
         self.save()
         self._folder.event("stop asked for", why)
-        self._board.stop = self.journal.stop
+        self.changed()
         if kill:
-            self._board.abort = Abort.STOPPING
             for number in self.journal.running:
                 self.kill(number)
 
 
-def term_of(segment: str) -> int:
-    """The term whose group asked for this segment.
-
-    >>> term_of("group-3/memory-1"), term_of("state-4")
-    (3, 4)
-    """
-    found = _SEGMENT.fullmatch(segment)
-    if found is None:
-        raise ValueError(f"{segment!r} is no name of a segment")
-    return int(found[1])
+def _kill_words(who: Stop) -> str:
+    return "killed by a second Ctrl-C" if who is Stop.CTRL_C else "killed by `paceline stop --kill`"
 
 
 def exit_words(code: int) -> str:

@@ -201,6 +201,11 @@ class Crew:
                 return
 
     @property
+    def numbers(self) -> list[int]:
+        """Workers that are there or asked for."""
+        return list(self._workers)
+
+    @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers.values() if worker.pid]
 

@@ -15,7 +15,7 @@ from paceline.cluster.door import Door
 from paceline.cluster.messages import ANY
 
 Key = tuple[str, int | str]
-"""A question that waits for its answer: ("fact", name), ("after", term), ("join", worker)."""
+"""A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker)."""
 
 
 class Desk:
@@ -26,14 +26,13 @@ class Desk:
 
     def __init__(
         self,
-        address: str,
-        secret: bytes,
+        door: Door,
         selector: selectors.BaseSelector,
         answer: Callable[[Connection, Any], None],
         known: Callable[[Key], msgspec.Struct | None],
     ) -> None:
         self._selector, self._answer, self._known = selector, answer, known
-        self._door = Door(wire.listen(address), secret, time.monotonic())
+        self._door = door
         selector.register(self._door, selectors.EVENT_READ, lambda door: self._on_knock())
         self.worker_of: dict[Connection, int] = {}
         """Every peer; -1 for one that is no worker, or has not said."""

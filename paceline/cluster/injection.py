@@ -5,25 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 
-from paceline.cluster.board import Board
-from paceline.cluster.crew import Crew
-from paceline.cluster.desk import Desk
+from paceline.cluster.node import Node
 from paceline.faults.plan import Action, Fault, Plan
-from paceline.watch.folder import RunFolder
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
 
 
 class Injection:
-    """`standby`: the standby's process, if there is one now."""
-
-    def __init__(
-        self, plan: Plan, folder: RunFolder, crew: Crew, board: Board, desk: Desk, standby: Callable[[], int]
-    ) -> None:
-        self.plan = plan
-        self._folder, self._crew, self._board, self._desk, self._standby = folder, crew, board, desk, standby
+    def __init__(self, plan: Plan, node: Node) -> None:
+        self.plan, self._node = plan, node
+        self._folder, self._crew, self._board, self._desk = node.folder, node.crew, node.board, node.desk
 
     @staticmethod
     def of(faults: list[str], state: dict[str, object]) -> Plan:
@@ -57,11 +49,11 @@ class Injection:
             case "coordinator", _:
                 self._hit_self(action)
             case "standby", _:
-                _send(self._standby(), action.kind)
+                _send(self._node.standby_pid, action.kind)
             case "nursery", _:
                 _send(self._crew.nursery_pid, action.kind)
             case "everything", _:
-                for pid in [*self._crew.pids, self._crew.nursery_pid, self._standby()]:
+                for pid in [*self._crew.pids, self._crew.nursery_pid, self._node.standby_pid]:
                     _send(pid, action.kind)
                 self._hit_self(action)
 

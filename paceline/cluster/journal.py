@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.board import Stop
-from paceline.cluster.membership import Instruction, Membership, Publish, Start, View
+from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Start, View
 
 
 class Failure(msgspec.Struct):
@@ -22,6 +22,18 @@ class Failure(msgspec.Struct):
     at: float
 
 
+class Machine(msgspec.Struct):
+    """One machine of the run, by its agent."""
+
+    name: str
+    identity: str
+    """Its agents', whichever of them speaks for it."""
+    places: int = 1 << 30
+    """How many workers it may have."""
+    here: bool = True
+    """Heard of lately, and not about to go."""
+
+
 class Journal(msgspec.Struct):
     membership: Membership
     started: float
@@ -31,11 +43,22 @@ class Journal(msgspec.Struct):
     """For each term, that of the view that followed the first death in it."""
     facts: dict[str, str] = {}
     """What workers have told for the others."""
+    machines: dict[int, Machine] = {}
+    awaited: int = 0
+    """How many machines must be there before the first worker starts; 0: they are, or have been."""
+    homes: dict[int, int] = {}
+    """The machine of each worker that was ever started."""
     places: dict[int, int] = {}
-    """Which of the first workers each one stands for: whose GPU it has."""
+    """Which of its machine's places each one has: whose GPU."""
     pids: dict[int, int] = {}
     exits: dict[int, int] = {}
     """Exit codes of the workers that have ended."""
+    doomed: list[int] = []
+    """Workers that are to be ended."""
+    buried: list[int] = []
+    """Workers that nobody waits for any more: dead, or on a machine that was lost."""
+    main_ready: bool = False
+    """Main has come to prepare()."""
     deaths: int = 0
     failure: Failure | None = None
     stop: Stop = Stop.NONE
@@ -45,10 +68,37 @@ class Journal(msgspec.Struct):
     """How far the plan of faults has come."""
 
     @staticmethod
-    def begin(workers: int, spares: int, starts_left: int, now: float) -> Journal:
+    def begin(
+        workers: int, spares: int, starts_left: int, now: float, here: Machine | None = None, machines: int = 1
+    ) -> Journal:
+        """Begin on this machine, as soon as so many are there."""
         membership = Membership.begin(workers, starts_left, spares)
-        places = {number: number for number in membership.standing}
-        return Journal(membership, now, {1: membership.settled}, places=places)
+        journal = Journal(membership, now, {1: membership.settled}, awaited=machines)
+        journal.machines[0] = here or Machine("", "")
+        if machines == 1:
+            journal.settle_in()
+        return journal
+
+    @property
+    def complete(self) -> bool:
+        """Whether all machines are there that the beginning waits for, and every worker has a place."""
+        here = sum(1 for machine in self.machines.values() if machine.here)
+        return here >= self.awaited and self.room >= len(self.membership.standing)
+
+    def settle_in(self) -> None:
+        """Every worker of the beginning gets its place, neighbours on one machine as far as it has room."""
+        here = {home: machine.places for home, machine in self.machines.items() if machine.here}
+        count = len(self.membership.standing)
+        spots = [(home, place) for home, places in here.items() for place in range(min(places, count))]
+        for number, (home, place) in zip(self.membership.standing, spots, strict=False):
+            self.homes[number], self.places[number] = home, place
+        self.awaited = 0
+        self.membership.room = self.room
+
+    @property
+    def room(self) -> int:
+        """How many workers the machines that are here have places for."""
+        return sum(machine.places for machine in self.machines.values() if machine.here)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -69,14 +119,21 @@ class Journal(msgspec.Struct):
                         for term in range(1, view.term):
                             self.after.setdefault(term, view.term)
                 case Start(number, _):
-                    self.places[number] = self._free_place()
+                    self.homes[number], self.places[number] = self._free_spot()
+                case Kill(number, _):
+                    self.doomed.append(number)
         return fresh
 
-    def _free_place(self) -> int:
-        taken = {place for number, place in self.places.items() if number not in self.exits}
-        return next(place for place in range(len(self.places) + 1) if place not in taken)
+    def _free_spot(self) -> tuple[int, int]:
+        """The emptiest machine, and its first free place."""
+        taken: dict[int, set[int]] = {home: set() for home, machine in self.machines.items() if machine.here}
+        for number, home in self.homes.items():
+            if number not in self.exits and home in taken:
+                taken[home].add(self.places[number])
+        home = max(taken, key=lambda home: self.machines[home].places - len(taken[home]))
+        return home, next(place for place in range(len(taken[home]) + 1) if place not in taken[home])
 
     @property
     def running(self) -> list[int]:
         """Workers that have been started, or are about to be, and have not ended."""
-        return [number for number in self.places if number not in self.exits]
+        return [number for number in self.homes if number not in self.exits]

@@ -88,6 +88,8 @@ class Membership:
     settled: View
     standing: dict[int, Standing] = field(default_factory=dict)
     pending: View | None = None
+    room: int = 1 << 30
+    """How many the machines that are there have places for."""
 
     @staticmethod
     def begin(wanted: int, starts_left: int, spares: int = 0) -> Membership:
@@ -105,7 +107,12 @@ class Membership:
     def reach(self) -> int:
         """How many there will be once everybody has come who may still come."""
         there = sum(1 for standing in self.standing.values() if standing in (Standing.MEMBER, *_COMING))
-        return min(self.wanted, there + self.starts_left)
+        return min(self.wanted, there + self._may_start)
+
+    @property
+    def _may_start(self) -> int:
+        here = sum(1 for standing in self.standing.values() if standing is not Standing.GONE)
+        return max(0, min(self.starts_left, self.room - here))
 
     # what happens
 
@@ -180,6 +187,11 @@ class Membership:
             out += self.leave(worker)
         return out + self._replace(f"{wanted} workers were asked for")
 
+    def make_room(self, room: int, why: str) -> list[Instruction]:
+        """A machine has come or gone: so many workers have a place now."""
+        self.room = room
+        return self._replace(why)
+
     @property
     def all_leave(self) -> bool:
         """Everybody was asked to go: the run must stop instead."""
@@ -207,7 +219,7 @@ class Membership:
         out: list[Instruction] = []
         staying = sum(1 for m in self.settled.members if self.standing[m] is Standing.MEMBER)
         coming = sum(1 for standing in self.standing.values() if standing in _COMING)
-        while staying + coming < self.wanted + self.spares and self.starts_left > 0:
+        while staying + coming < self.wanted + self.spares and self._may_start:
             number = max(self.standing) + 1
             self.standing[number] = Standing.STARTING
             self.starts_left -= 1

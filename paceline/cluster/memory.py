@@ -7,7 +7,7 @@ memfd, not /dev/shm: a named segment is unlinked under the living when an attach
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 from paceline.cluster.kept import Kept
@@ -48,6 +48,19 @@ def words(size: int) -> str:
 
 
 _PREFIX = "segment/"
+_NAME = re.compile(r"(?:group|state)-(\d{1,9})(?:[-/].*)?")
+
+
+def term_of(segment: str) -> int:
+    """The term whose group asked for this segment.
+
+    >>> term_of("group-3/memory-1"), term_of("state-4")
+    (3, 4)
+    """
+    found = _NAME.fullmatch(segment)
+    if found is None:
+        raise ValueError(f"{segment!r} is no name of a segment")
+    return int(found[1])
 
 
 class Segments:
@@ -90,8 +103,10 @@ class Segments:
         sizes = [self._kept.get(name) for name in self._kept.names(_PREFIX)]
         return sum(found[1] for found in sizes if found)
 
-    def forget(self, names: Callable[[str], bool]) -> None:
-        """Let go of segments that nobody will ask for again; who has one mapped keeps it."""
-        for name in self._kept.names(_PREFIX):
-            if names(name.removeprefix(_PREFIX)):
-                self._kept.release(name)
+    def forget_before(self, settled: int, pending: bool) -> None:
+        """Let go of what nobody will ask for again in this term; who has a segment mapped keeps it."""
+        for kept in self._kept.names(_PREFIX):
+            name = kept.removeprefix(_PREFIX)
+            handed_over = name.startswith("state-") and not pending and term_of(name) <= settled
+            if handed_over or term_of(name) < settled - 1:
+                self._kept.release(kept)

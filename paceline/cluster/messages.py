@@ -23,6 +23,8 @@ class Welcome(msgspec.Struct, tag=True):
     term: int
     members: list[int]
     """The view of the run. A worker that is not in it comes to join."""
+    homes: list[int]
+    """The machine of each of them."""
     deaths: int
     """Workers lost so far."""
 
@@ -68,6 +70,7 @@ class Next(msgspec.Struct, tag=True):
 
     term: int
     members: list[int]
+    homes: list[int]
     deaths: int
 
 

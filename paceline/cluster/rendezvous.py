@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,14 @@ class Rendezvous:
     """Of the leader, without its fence."""
     secret: bytes
     store: Path
+    """What says which of this machine's agents speaks for it; on one machine the run's store too."""
+    machine: int = 0
+    host: str = ""
+    """Where other machines reach this one; nothing, if there are none."""
+    gpus: tuple[str, ...] = ()
 
     @staticmethod
-    def create(folder: RunFolder) -> Rendezvous:
+    def create(folder: RunFolder, gpus: Sequence[str] = ()) -> Rendezvous:
         """Fresh ones for a run that starts now. The secret is for this user's eyes only."""
         left = folder.read_json(folder.agent).get("store")
         if left:  # everything was killed at once
@@ -32,9 +38,11 @@ class Rendezvous:
             f"paceline-{folder.id}-{unique}",
             secret.make(folder.secret),
             runtime_folder() / f"paceline-{folder.id}-{unique}.db",
+            gpus=tuple(gpus),
         )
         Store.create(place.store).close()
-        folder.write_json(folder.agent, {"address": place.address, "store": str(place.store)})
+        known = {"address": place.address, "store": str(place.store), "gpus": list(gpus)}
+        folder.write_json(folder.agent, known)
         return place
 
     @staticmethod
@@ -42,7 +50,7 @@ class Rendezvous:
         known = folder.read_json(folder.agent)
         if not known:
             raise UsageError(f"run {folder.id!r} is not running: `paceline runs` lists what there is")
-        return Rendezvous(known["address"], secret.read(folder.secret), Path(known["store"]))
+        return Rendezvous(known["address"], secret.read(folder.secret), Path(known["store"]), gpus=tuple(known["gpus"]))
 
     def fence(self) -> int:
         """Of whoever leads now."""

@@ -213,9 +213,9 @@ def connect(address: str, secret: bytes) -> socket.socket:
     return sock
 
 
-def connect_tcp(host: str, port: int, secret: bytes, tls: bool) -> socket.socket:
+def connect_tcp(host: str, port: int, secret: bytes, tls: bool, patience_s: float = _CONNECT_S) -> socket.socket:
     """The same to another machine. Without TLS only to our own: the handshake hides nothing said after it."""
-    sock = socket.create_connection((host, port), _CONNECT_S)
+    sock = socket.create_connection((host, port), patience_s)
     try:
         if not tls and not is_loopback(sock.getpeername()[0]):
             raise ConnectionClosed(f"{host} is another machine: TLS is needed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class Ticket:
     dry_run: bool = False
     resume: str = ""
     """The checkpoint to go on from."""
+    host: str = ""
+    """Where workers of other machines reach this one; nothing, if there are none."""
 
     def encode(self) -> str:
         return json.dumps(self.__dict__)
@@ -67,11 +69,11 @@ def nursery_environment(base: Mapping[str, str], threads: int) -> dict[str, str]
     return {**env, **bit_environment(threads), "PYTHONUNBUFFERED": "1"}
 
 
-def own_environment(ticket: Ticket, place: int, gpus: list[str] | None, share: bool) -> dict[str, str]:
+def own_environment(ticket: Ticket, place: int, gpus: Sequence[str]) -> dict[str, str]:
     """The part that is this worker's own: the ticket, and one visible GPU, by its place."""
     env = {MARK: ticket.encode()}
     if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)] if share else gpus[place]
+        env["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     return env
 
 

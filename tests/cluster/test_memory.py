@@ -103,7 +103,7 @@ def test_what_is_forgotten_can_be_given_again(segments: Segments) -> None:
     """Groups of terms that are over; their room is free, and the name stands for new memory."""
     fds = {name: segments.grant(name, 3 * MIB, 2)[1] for name in ("group-2/memory-1", "group-3/memory-1")}
     assert isinstance(segments.grant("group-4/memory-1", 3 * MIB, 2)[0], Refused)
-    segments.forget(lambda name: name.startswith("group-2/"))
+    segments.forget_before(4, pending=False)
     old, kept = fds["group-2/memory-1"], fds["group-3/memory-1"]
     assert old is not None and kept is not None
     with pytest.raises(OSError):

@@ -61,7 +61,7 @@ def content_of(fd: int) -> bytes:
     return os.pread(fd, 100, 0)
 
 
-WELCOME = Welcome(rows=108, term=3, members=[0, 2, 5], deaths=2)
+WELCOME = Welcome(rows=108, term=3, members=[0, 2, 5], homes=[0, 1, 0], deaths=2)
 
 MESSAGES = [
     Hello(3, 4321),
@@ -70,7 +70,7 @@ MESSAGES = [
     Healed(),
     After(3),
     Entering(4),
-    Next(5, [2, 0, 7], 3),
+    Next(5, [2, 0, 7], [1, 0, 0], 3),
     Segment("term-1/meet", 1 << 40),
     Granted(5),
     Put("store", "29500"),
@@ -358,7 +358,7 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
             assert wire.admit(sock, SECRET)
             message, _ = wire.receive(sock, ANY)
             fd = memfd(b"board")
-            wire.send(sock, Welcome(9, 1, [message.worker], 0), (fd,))
+            wire.send(sock, Welcome(9, 1, [message.worker], [0], 0), (fd,))
             os.close(fd)
 
     thread = threading.Thread(target=agent)
@@ -366,7 +366,7 @@ def test_a_link_asks_and_is_answered(server: tuple[str, socket.socket]) -> None:
     link = Link(server[0], SECRET, ANY)
     answer, fds = link.ask(Hello(6, os.getpid()))
     thread.join()
-    assert answer == Welcome(9, 1, [6], 0)
+    assert answer == Welcome(9, 1, [6], [0], 0)
     assert [content_of(fd) for fd in fds] == [b"board"]
     os.close(fds[0])
     with pytest.raises(OSError):

@@ -14,7 +14,7 @@ TICKET = Ticket(7, "paceline-x", 1, "ab" * 32, "/runs/it", {"slots": 12})
 
 
 def test_a_ticket_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = {**nursery_environment({"HOME": "/h"}, 3), **own_environment(TICKET, 1, None, False)}
+    env = {**nursery_environment({"HOME": "/h"}, 3), **own_environment(TICKET, 1, [])}
     monkeypatch.setenv(MARK, env[MARK])
     assert ticket() == TICKET
     monkeypatch.delenv(MARK)
@@ -43,10 +43,8 @@ def test_sets_are_walked_in_one_order() -> None:
     assert len(orders) == 1 and b"layer49" in orders.pop()
 
 
-@pytest.mark.parametrize(
-    ("place", "share", "gpu"), [(0, False, "GPU-a"), (2, False, "5"), (4, True, "3"), (5, True, "5")]
-)
-def test_the_gpu_is_that_of_the_place_and_not_of_the_number(place: int, share: bool, gpu: str) -> None:
+@pytest.mark.parametrize(("place", "gpu"), [(0, "GPU-a"), (2, "5"), (4, "3"), (5, "5")])
+def test_the_gpu_is_that_of_the_place_and_not_of_the_number(place: int, gpu: str) -> None:
     """Worker 7 replaces another one and gets the GPU that became free; its number is beyond their count."""
-    env = own_environment(TICKET, place, ["GPU-a", "3", "5"], share)
+    env = own_environment(TICKET, place, ["GPU-a", "3", "5"])
     assert env["CUDA_VISIBLE_DEVICES"] == gpu

@@ -1,0 +1,200 @@
+"""The agent of a machine whose run is led elsewhere: it does what the journal says, and reports. No torch in here.
+
+If the one that leads is silent for a lease it is looked for: its standby, or where the store says that
+another machine leads now. With a store that all machines reach, this agent may lead next. Meanwhile the
+workers train on, as far as they get.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.cluster import between, messages, wire
+from paceline.cluster.board import Phase
+from paceline.cluster.connection import Connection
+from paceline.cluster.crew import NurseryError
+from paceline.cluster.journal import Journal
+from paceline.cluster.node import GRACE_S, TICK_S, Node
+from paceline.cluster.seeking import Found, Gone, Seeker, Vacant
+from paceline.cluster.store import Record, Store
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over for this machine."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class MayLead:
+    """Nobody leads: this agent may try."""
+
+    record: Record
+
+
+class Follower:
+    """`local` keeps the last journal for this machine's next agent."""
+
+    def __init__(self, node: Node, local: Store, journal: Journal, seeker: Seeker, join: between.Join) -> None:
+        self._node, self._local, self._journal, self._seeker, self._join = node, local, journal, seeker, join
+        self._leader: Connection | None = None
+        self._heard = time.monotonic()
+        self._asked: dict[int, Connection] = {}
+        self._questions = 0
+        self._changed = False
+        self._failed_at: float | None = None
+        self._looked_at = 0.0
+        self._outcome: Ended | MayLead | None = None
+        self._signalled = False
+
+    @property
+    def journal(self) -> Journal:
+        return self._journal
+
+    def serve(self) -> Ended | MayLead:
+        """Until the run ends, or this agent may lead it."""
+        node = self._node
+        before = signal.signal(signal.SIGTERM, self._on_signal)
+        node.selector.register(self._seeker, 1, lambda _: self._found())
+        try:
+            node.begin(self)
+            self._seeker.seek()
+            while self._outcome is None:
+                self._turn()
+            if isinstance(self._outcome, Ended):
+                node.crew.kill_all()
+                node.leave(self._outcome.exit_code)
+            return self._outcome
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            node.selector.unregister(self._seeker)
+            self._lose_leader()
+            self._seeker.close()
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        self._signalled = True
+
+    def _turn(self) -> None:
+        try:
+            now = self._node.turn(TICK_S)
+        except NurseryError as error:
+            self._tell(messages.Failed(str(error), self._node.log_tail("nursery"), 1, follows=False))
+            self._outcome = Ended(1)
+            return
+        if now - self._looked_at >= TICK_S:
+            self._looked_at, self._changed = now, True
+            self._look_around(now)
+        if self._changed:
+            self._report()
+
+    def _look_around(self, now: float) -> None:
+        self._node.look_around(now)
+        if self._leader is not None and (self._leader.ended or now - self._heard > self._node.job.settings.lease):
+            self._lose_leader()
+            self._seeker.seek()
+        if self._leader is not None:
+            self._leader.flush()
+        elif now - self._heard > self._node.job.settings.grace and not self._node.crew.numbers:
+            self._node.folder.event("over", "no coordinator was found again", machine=self._node.number)
+            self._outcome = Ended(1)
+        if self._signalled:
+            for number in self._node.crew.numbers:
+                self._node.board.row(number).wishes_to_leave()
+        if self._journal.failure is not None or self._journal.killed:
+            self._failed_at = self._failed_at or now
+            if now - self._failed_at > GRACE_S:
+                self._node.crew.kill_all()
+
+    # the one that leads
+
+    def _found(self) -> None:
+        match self._seeker.found():
+            case Found(sock):
+                self._leader = Connection(sock, between.FROM_LEADER, "the coordinator")
+                self._heard = time.monotonic()
+                self._node.selector.register(self._leader, 1, lambda _: self._hear())
+                self._leader.send(self._join)
+                self._changed = True
+            case Vacant(record):
+                self._outcome = MayLead(record)
+            case Gone():
+                self._outcome = Ended(1)
+
+    def _hear(self) -> None:
+        assert self._leader is not None
+        for message, _ in self._leader.receive():
+            self._heard = time.monotonic()
+            self._node.board.led()
+            self._take(message)
+
+    def _take(self, message: msgspec.Struct) -> None:
+        match message:
+            case between.Told(_, raw) if raw:
+                self._local.write(self._node.fence, raw)
+                self._journal = Journal.decode(raw)
+                self._node.follow()
+            case between.Reply(number, raw):
+                peer = self._asked.pop(number, None)
+                if peer is not None:
+                    peer.send(wire.decode(raw, messages.ANY))
+            case between.Hit(worker, signum):
+                self._node.crew.signal(worker, signum)
+            case between.Over(code):
+                self._outcome = Ended(code)
+            case between.TurnedAway(why):
+                self._node.folder.event("over", why, machine=self._node.number)
+                self._outcome = Ended(1)
+
+    def _lose_leader(self) -> None:
+        """Whoever has asked something asks the next one."""
+        if self._leader is not None:
+            self._node.selector.unregister(self._leader)
+            self._leader.close()
+            self._leader = None
+        for peer in self._asked.values():
+            self._node.desk.drop(peer)
+        self._asked = {}
+
+    def _report(self) -> None:
+        self._changed = False
+        if self._leader is None:
+            return
+        node, crew = self._node, self._node.crew
+        self._leader.send(
+            between.Report(
+                crew.pid_of,
+                {k: (code, int(phase)) for k, (code, phase) in node.exits.items() if k not in self._journal.exits},
+                [number for number in crew.numbers if node.board.leaves(number)],
+                node.board.main_ready,
+                {number: node.board.row_bytes(number) for number in crew.numbers},
+            )
+        )
+
+    # what happens on this machine: see node.Master
+
+    def worker_started(self, number: int, pid: int) -> None:
+        self._changed = True
+
+    def worker_ended(self, number: int, code: int, phase: Phase) -> None:
+        self._changed = True
+
+    def worker_leaves(self, number: int) -> None:
+        return  # every report says so
+
+    def worker_frozen(self, number: int, why: str) -> None:
+        raise NotImplementedError("a worker of another machine is killed when it is evicted")
+
+    def decide(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
+        self._questions += 1
+        self._asked[self._questions] = peer
+        self._tell(message, worker)
+
+    def _tell(self, message: msgspec.Struct, worker: int = -1) -> None:
+        if self._leader is not None:
+            raw = msgspec.Raw(msgspec.msgpack.encode(message))
+            self._leader.send(between.Ask(self._questions, worker, raw))

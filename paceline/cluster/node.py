@@ -1,0 +1,281 @@
+"""A machine's part of a run: its workers, their board and shared memory, and the desk at which they ask.
+
+On every machine one agent has this in hand, and another one stands by. What is to be done stands in the
+run's journal. Whoever serves the node (`Leader`, `Follower`) has one, is told what happens to the workers,
+and calls `follow` when the journal has changed. No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from paceline.cluster import wire
+from paceline.cluster.answering import Answering
+from paceline.cluster.board import Abort, Board, Phase
+from paceline.cluster.connection import Connection
+from paceline.cluster.crew import Crew, Worker
+from paceline.cluster.desk import Desk
+from paceline.cluster.door import Door
+from paceline.cluster.job import Job
+from paceline.cluster.journal import Journal
+from paceline.cluster.kept import BOARD
+from paceline.cluster.memory import Segments
+from paceline.cluster.messages import Ended
+from paceline.cluster.nursing import Fork, Nursery
+from paceline.cluster.rendezvous import Rendezvous
+from paceline.cluster.standby import Lead
+from paceline.cluster.store import FencedError
+from paceline.launch.environment import Ticket, nursery_environment, own_environment
+from paceline.watch.folder import RunFolder
+
+TICK_S = 0.1
+GRACE_S = 1.5
+"""After a failure the others get this long to notice and leave by themselves; then they are killed."""
+_STANDBY_EVERY_S = 1.0
+_NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
+"""Set by a test: what if the kill of a frozen worker came too late?"""
+
+
+class Master(Protocol):
+    """Whoever serves a node: it has the journal, and is told what happens."""
+
+    @property
+    def journal(self) -> Journal: ...
+    def worker_started(self, number: int, pid: int) -> None: ...
+    def worker_ended(self, number: int, code: int, phase: Phase) -> None: ...
+    def worker_leaves(self, number: int) -> None: ...
+    def worker_frozen(self, number: int, why: str) -> None:
+        """It is lost, and may come back: nobody has killed it."""
+
+    def decide(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
+        """Something was asked that is not only about this machine; answer this peer."""
+
+
+class Node:
+    """`number`: which machine this is; `start_standby` starts the agent that takes over from this one."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        place: Rendezvous,
+        lead: Lead,
+        start_standby: Callable[[], subprocess.Popen[bytes]],
+        hire: type[Crew] = Crew,
+    ) -> None:
+        self.job, self.folder, self.place, self.kept, self.fence = job, folder, place, lead.kept, lead.fence
+        self.number = place.machine
+        board = lead.kept.get(BOARD)
+        assert board is not None
+        self.board = Board(os.dup(board[0]), board[1])
+        self.selector = selectors.DefaultSelector()
+        self.segments = Segments(job.settings.shm_limit, lead.kept)
+        self.crew = hire(folder, self.board, self.selector, self._start_nursery, self._on_start, self._on_end)
+        self.answering = Answering(self, folder, lead.kept)
+        door = Door(wire.listen(f"{place.address}-{lead.fence}"), place.secret, time.monotonic())
+        self.desk = Desk(door, self.selector, self.answering.answer, self.answering.known)
+        self.master: Master
+        self._start_standby = start_standby
+        self._standby: subprocess.Popen[bytes] | None = None
+        self._standby_at = 0.0
+        self.ended_at: dict[int, float] = {}
+        """When each worker of this machine was seen to end."""
+
+    # a life
+
+    def begin(self, master: Master) -> None:
+        """Take over what is there, and start what should be."""
+        self.master = master
+        self.kept.on_keep, self.kept.on_release = self.answering.share, self.answering.unshare
+        self.board.leader = self.fence
+        self.board.beat()
+        if self.fence > 1:
+            self._find_nursery()
+        self.show()
+        for number in self.mine:
+            pid = master.journal.pids.get(number)
+            pidfd = self.kept.take(_pidfd_name(number))
+            if pid is not None:
+                self.crew.adopt(number, pid, pidfd)
+            elif pidfd is not None:
+                os.close(pidfd)  # nobody was told of it: the nursery will tell again
+        self.follow()
+        self._run_standby(time.monotonic())
+
+    def _find_nursery(self) -> None:
+        try:
+            nursery = Nursery.connect(self._nursery_address, self.place.secret)
+            nursery.ask_for_children()  # whose end the last agent may have been told alone
+            self.crew.use(nursery)
+        except OSError:
+            self.folder.event("nursery lost", "it went with the agent before; another one starts when needed")
+
+    def turn(self, tick_s: float) -> float:
+        """Deal with whatever happens, for a tick at most; the time."""
+        for key, _ in self.selector.select(tick_s):
+            # An earlier event of this batch may have been the end of this one.
+            if self.selector.get_map().get(key.fd) is key:
+                key.data(key.fileobj)
+        if self.board.leader != self.fence:
+            raise FencedError(f"fence {self.board.leader} has this machine; {self.fence} is over")
+        self.board.beat()
+        now = time.monotonic()
+        self.crew.tick(now)
+        for words in self.desk.tick(now):
+            self.folder.event("refused", words)
+        return now
+
+    def look_around(self, now: float) -> None:
+        """At every worker: with many of them too dear to be done whenever one of them says something."""
+        self._see_frozen(now)
+        for number in self.crew.numbers:
+            if self.board.leaves(number):
+                self.master.worker_leaves(number)
+        self._run_standby(now)
+
+    def leave(self, code: int) -> None:
+        """The run is over. When whoever watches hears of it, nothing of it is left here but this process."""
+        for peer in self.desk.shadows:
+            peer.send(Ended(code))
+        self.crew.close(quit_nursery=True)
+        if self._standby is not None:
+            try:
+                self._standby.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._standby.kill()
+                self._standby.wait()
+        for peer in self.desk.watchers:
+            peer.send(Ended(code))
+
+    def close(self) -> None:
+        self.crew.close(quit_nursery=False)
+        self.desk.close()
+        self.selector.close()
+        self.board.close()
+        self.kept.close()
+
+    # what the journal says
+
+    @property
+    def mine(self) -> list[int]:
+        """Workers that should be running on this machine."""
+        journal = self.master.journal
+        return [number for number in journal.running if journal.homes[number] == self.number]
+
+    def follow(self) -> None:
+        """Do what the journal says; all of it can be done twice."""
+        self.show()
+        journal = self.master.journal
+        for number in self.mine:
+            if number in journal.doomed:
+                self.crew.kill(number)
+            elif number not in self.ended_at and number not in self.crew.numbers:
+                self.start(number)
+        for number in self.crew.numbers:  # those who were given up while this machine could not be reached
+            if number in journal.exits:
+                self.crew.kill(number)
+
+    def show(self) -> None:
+        """On the board, and to those who wait for an answer."""
+        journal, board = self.master.journal, self.board
+        for number in journal.buried:
+            board.bury(number)
+        membership = journal.membership
+        board.next_term = membership.pending.term if membership.pending else 0
+        board.reach = membership.reach
+        board.stop = journal.stop
+        if journal.main_ready:
+            board.main_ready = True
+        if journal.failure is not None:
+            board.abort = Abort.WORKER_LOST
+        elif journal.killed:
+            board.abort = Abort.STOPPING
+        self.segments.forget_before(membership.settled.term, membership.pending is not None)
+        self.answering.changed()
+
+    # workers
+
+    @property
+    def _nursery_address(self) -> str:
+        return f"{self.place.address}-nursery"
+
+    def _start_nursery(self) -> Nursery:
+        environment = nursery_environment(os.environ, self.job.settings.threads)
+        return Nursery.start(environment, self._log("nursery"), self._nursery_address, self.place.secret)
+
+    def _log(self, role: str) -> Path:
+        return self.folder.logs / f"{role}{f'-{self.number}' if self.number else ''}.log"
+
+    def log_tail(self, role: str) -> str:
+        """The last words of the nursery, say."""
+        try:
+            with open(self._log(role), errors="replace") as file:
+                return file.read()[-4000:].rstrip()
+        except OSError:
+            return ""
+
+    def start(self, number: int) -> None:
+        job, place, journal = self.job, self.place, self.master.journal
+        ticket = Ticket(
+            number,
+            place.address,
+            self.fence,
+            place.secret.hex(),
+            str(self.folder.path.absolute()),
+            job.flags,
+            job.dry_run,
+            job.resume,
+            place.host,
+        )
+        environment = own_environment(ticket, journal.places[number], place.gpus)
+        target = ["-m", job.target] if job.as_module else [job.target]
+        self.board.row(number).enter(Phase.STARTING)
+        log = self.folder.log_of("worker", number)
+        self.crew.start(Fork(number, environment, str(log), bool(job.resume), [*target, *job.arguments]))
+
+    def _on_start(self, worker: Worker) -> None:
+        self.kept.keep(_pidfd_name(worker.number), os.dup(worker.pidfd))
+        self.master.worker_started(worker.number, worker.pid)
+
+    def _on_end(self, number: int, code: int) -> None:
+        """A worker has ended; what it said before comes first."""
+        self.desk.hear_worker(number)
+        self.kept.release(_pidfd_name(number))
+        self.ended_at[number] = time.monotonic()
+        self.master.worker_ended(number, code, self.board.see(number).phase)
+
+    def _see_frozen(self, now: float) -> None:
+        """A worker that is stopped for longer than its lease is evicted: killed, so that it cannot come back."""
+        lease = self.job.settings.lease
+        for worker in self.crew.frozen(now, lease):
+            words = f"was frozen for {lease:g} s"
+            self.folder.event("evicted", f"it {words}", worker=worker.number)
+            if _NO_KILL in os.environ:
+                self.master.worker_frozen(worker.number, words)
+            else:
+                self.crew.kill(worker.number)
+
+    # the standby
+
+    @property
+    def standby_pid(self) -> int:
+        return self._standby.pid if self._standby is not None and self._standby.poll() is None else 0
+
+    def _run_standby(self, now: float) -> None:
+        """There is one at any time: if it dies, another one starts."""
+        if self.job.dry_run or self.standby_pid:
+            return
+        if now - self._standby_at >= _STANDBY_EVERY_S:
+            self._standby_at, self._standby = now, self._start_standby()
+
+
+def _pidfd_name(worker: int) -> str:
+    return f"worker/{worker}"

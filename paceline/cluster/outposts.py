@@ -1,0 +1,186 @@
+"""The run's other machines, as the agent that leads sees them: who they are, and when one is lost.
+
+A machine is not lost because its connection breaks: its agent may have died, and its standby is on the
+way. It is lost when nothing was heard of it for a lease. No torch in here.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.cluster import between, messages, wire
+from paceline.cluster.board import Board, Phase
+from paceline.cluster.connection import Connection
+from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.door import Door
+from paceline.cluster.job import Job
+from paceline.cluster.journal import Machine
+
+_END_S = 1.0
+
+
+class Outposts:
+    """`here`: the number of this machine; `tell(words)` is for what should be in the log."""
+
+    def __init__(
+        self, door: Door, selector: selectors.BaseSelector, coordinator: Coordinator, board: Board, job: Job, run: str
+    ) -> None:
+        self._door, self._selector, self._coordinator, self._board = door, selector, coordinator, board
+        self._job, self._run = job, run
+        selector.register(door, selectors.EVENT_READ, lambda _: self._on_knock())
+        self._peers: dict[Connection, int | None] = {}
+        """Every connection, and the machine it speaks for."""
+        self._heard: dict[int, float] = {}
+        self.fence = 0
+        self.here = 0
+
+    # who comes
+
+    def _on_knock(self) -> None:
+        for arrival in self._door.on_ready(time.monotonic()):
+            peer = Connection(arrival.socket, between.TO_LEADER, arrival.source)
+            self._peers[peer] = None
+            self._selector.register(peer, peer.events, self._hear)
+
+    def _hear(self, peer: Connection) -> None:
+        peer.flush()
+        try:
+            for message, _ in peer.receive():
+                self._take(peer, message)
+        except ValueError as error:
+            self._door.refusals.note(peer.source, str(error))
+            self._drop(peer)
+
+    def _take(self, peer: Connection, message: msgspec.Struct) -> None:
+        machine = self._peers[peer]
+        match message:
+            case between.Inquire():
+                self._describe(peer, message)
+            case between.Join(identity, _):
+                self._admit(peer, identity)
+            case between.Report() if machine is not None:
+                self._heard[machine] = time.monotonic()
+                self._note(machine, message)
+            case between.Ask(number, worker, raw) if machine is not None:
+                said = wire.decode(raw, messages.ANY)
+                if worker >= 0 and self._coordinator.journal.homes.get(worker) != machine:
+                    raise ValueError(f"worker {worker} is not on machine {machine}")
+                answer = self._coordinator.decide(worker, said)
+                if answer is not None:
+                    peer.send(between.Reply(number, msgspec.Raw(msgspec.msgpack.encode(answer))))
+            case _:
+                raise ValueError(f"nobody says {type(message).__name__} before Join")
+
+    def _describe(self, peer: Connection, asked: between.Inquire) -> None:
+        machines = self._coordinator.journal.machines
+        number = self._number_of(asked.identity)
+        if number is None:
+            number = max(machines) + 1
+            machines[number] = Machine(asked.name, asked.identity, asked.places or self._job.share_of_places, here=False)
+            self._coordinator.save()
+        peer.send(between.Described(number, self._run, msgspec.Raw(self._job.encode())))
+
+    def _number_of(self, identity: str) -> int | None:
+        machines = self._coordinator.journal.machines
+        return next((number for number, machine in machines.items() if machine.identity == identity), None)
+
+    def _admit(self, peer: Connection, identity: str) -> None:
+        number = self._number_of(identity)
+        if number is None:
+            peer.send(between.TurnedAway("this run does not know the machine: start `paceline agent --join` anew"))
+            return
+        for other in [other for other, machine in self._peers.items() if machine == number]:
+            self._drop(other)  # its agent before: another one speaks for it now
+        self._peers[peer] = number
+        self._heard[number] = time.monotonic()
+        self._send_journal([peer])
+        self._coordinator.machine_came(number)
+
+    def _note(self, machine: int, report: between.Report) -> None:
+        """What has changed there since the last report."""
+        coordinator, journal = self._coordinator, self._coordinator.journal
+        for number, row in report.rows.items():
+            if journal.homes.get(number) == machine and number not in journal.exits:
+                self._board.copy_row(number, row)
+        if report.main_ready:
+            coordinator.main_is_ready()
+        for number, pid in report.pids.items():
+            if journal.homes.get(number) == machine and number not in journal.exits:
+                coordinator.worker_started(number, pid)
+        for number, (code, phase) in report.exits.items():
+            if journal.homes.get(number) == machine:
+                coordinator.worker_ended(number, code, Phase(phase))
+        for number in report.leaving:
+            if journal.homes.get(number) == machine:
+                coordinator.leaves(number)
+
+    # what they are told
+
+    def tell(self) -> None:
+        """The journal has changed."""
+        self._send_journal([peer for peer, machine in self._peers.items() if machine is not None])
+
+    def _send_journal(self, peers: list[Connection]) -> None:
+        if peers:
+            told = between.Told(self.fence, self._coordinator.journal.encode())
+            for peer in peers:
+                peer.send(told)
+
+    def hit(self, worker: int, signum: int) -> None:
+        home = self._coordinator.journal.homes[worker]
+        for peer, machine in self._peers.items():
+            if machine == home:
+                peer.send(between.Hit(worker, signum))
+
+    # the clock
+
+    def begin(self, fence: int, here: int, now: float) -> None:
+        """From now on this agent leads: every machine has a lease's time to come."""
+        self.fence, self.here = fence, here
+        machines = self._coordinator.journal.machines
+        self._heard = {number: now for number, machine in machines.items() if machine.here and number != here}
+
+    def tick(self, now: float, lease_s: float) -> list[str]:
+        """Say that somebody leads; give up who was silent too long. In words, who was refused since the last time."""
+        self._door.expire(now)
+        for peer, machine in list(self._peers.items()):
+            if machine is not None:
+                peer.send(between.Told(self.fence))
+            if peer.ended is not None:
+                if peer.ended.foul:
+                    self._door.refusals.note(peer.source, peer.ended.why)
+                self._drop(peer)
+            elif self._selector.get_key(peer).events != peer.events:
+                self._selector.modify(peer, peer.events, self._hear)
+        for number, heard in list(self._heard.items()):
+            if now - heard > lease_s:
+                del self._heard[number]
+                self._coordinator.machine_went(number, f"was not heard of for {lease_s:g} s")
+        return [f"{source}: {why}" for source, why in self._door.refusals.untold()]
+
+    def _drop(self, peer: Connection) -> None:
+        self._selector.unregister(peer)
+        del self._peers[peer]
+        peer.close()
+
+    def end(self, code: int) -> None:
+        """The run is over; a moment for them to hear it."""
+        for peer in list(self._peers):
+            peer.send(between.Over(code))
+        deadline = time.monotonic() + _END_S
+        while any(peer.events & selectors.EVENT_WRITE and peer.ended is None for peer in self._peers):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+            for peer in self._peers:
+                peer.flush()
+
+    def close(self, keep_door: Callable[[], None] = lambda: None) -> None:
+        for peer in list(self._peers):
+            self._drop(peer)
+        self._selector.unregister(self._door)
+        self._door.close()

@@ -1,0 +1,105 @@
+"""Looking for the agent that leads, from another machine: in a thread, for each try may take seconds. No torch in here."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from paceline.cluster import wire
+from paceline.cluster.election import Silence
+from paceline.cluster.store import Record, Store
+
+_AGAIN_S = 0.1
+_CONNECT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """It answers."""
+
+    socket: socket.socket
+
+
+@dataclass(frozen=True)
+class Vacant:
+    """Nobody has led for a lease: whoever is first may."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Gone:
+    """There is no such run any more."""
+
+
+Finding = Found | Vacant | Gone
+
+
+class Seeker:
+    """`address`: of the leader, where no store says; readable (`fileno`) when something was found."""
+
+    def __init__(self, address: str, secret: bytes, store: Store | None, lease_s: float) -> None:
+        self._address, self._secret, self._store = address, secret, store
+        self._lease_s = lease_s
+        self._findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+        self._bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def seek(self) -> None:
+        """Begin; one finding follows."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._look, name="paceline-seeker", daemon=True)
+        self._thread.start()
+
+    def found(self) -> Finding:
+        os.read(self._bell, 1)
+        assert self._thread is not None
+        self._thread.join()
+        self._thread = None
+        return self._findings.get()
+
+    def _look(self) -> None:
+        silence = Silence(self._lease_s)
+        while not self._stop.is_set():
+            finding = self._once(silence)
+            if finding is not None:
+                self._findings.put(finding)
+                os.write(self._rope, b"!")
+                return
+            self._stop.wait(_AGAIN_S)
+
+    def _once(self, silence: Silence) -> Finding | None:
+        address = self._address
+        if self._store is not None:
+            try:
+                record = self._store.read()
+            except LookupError:
+                return Gone()
+            except OSError:
+                return None
+            if silence.observe(time.monotonic(), record):
+                return Vacant(record)
+            address = record.address
+        try:
+            return Found(wire.connect(address, self._secret, _CONNECT_S))
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            if not self._findings.empty():
+                finding = self._findings.get()
+                if isinstance(finding, Found):
+                    finding.socket.close()
+        os.close(self._bell)
+        os.close(self._rope)
