@@ -22,7 +22,7 @@ from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.leader import Leader
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead, stand_by
-from paceline.cluster.store import Store
+from paceline.cluster.store import LocalStore, Store
 from paceline.watch.folder import RunFolder
 
 REPLACEMENTS = 100
@@ -41,7 +41,7 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     job = Job.read(folder)
     assert job is not None, f"{folder.job} is not there"
     place = Rendezvous.of(folder)
-    store = Store(place.store)
+    store = LocalStore(place.store)
     if first:
         lead: Lead | None = Lead(store, store.lead(0, os.getpid()), _first_kept(job))
     else:

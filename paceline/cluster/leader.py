@@ -178,7 +178,7 @@ class Leader:
     def _end(self) -> int:
         """When the terminal hears of it, nothing of the run is left but this process."""
         code = conclude(self._job, self._folder, self._journal, self._board)
-        self._store.remove()
+        self._store.remove(self._fence)
         Rendezvous.remove(self._folder)
         for peer in self._desk.shadows:
             peer.send(messages.Ended(code))

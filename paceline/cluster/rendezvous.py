@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cluster import secret
-from paceline.cluster.store import Store, runtime_folder
+from paceline.cluster.store import LocalStore, StoreGone, runtime_folder
 from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
 
@@ -33,7 +34,7 @@ class Rendezvous:
             secret.make(folder.secret),
             runtime_folder() / f"paceline-{folder.id}-{unique}.db",
         )
-        Store.create(place.store).close()
+        LocalStore.create(place.store).close()
         folder.write_json(folder.agent, {"address": place.address, "store": str(place.store)})
         return place
 
@@ -47,8 +48,9 @@ class Rendezvous:
     def fence(self) -> int:
         """Of whoever leads now."""
         try:
-            return Store(self.store).read().fence
-        except sqlite3.Error:
+            with contextlib.closing(LocalStore(self.store)) as store:
+                return store.read().fence
+        except (StoreGone, sqlite3.Error):
             raise ConnectionError(f"{self.store} is gone: the run is over") from None
 
     @staticmethod
