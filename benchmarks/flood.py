@@ -24,7 +24,7 @@ from benchmarks.statistics import median_ratio, words
 from benchmarks.turns import HERE, Side
 from paceline.cluster import wire
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.cluster.store import Store
+from paceline.cluster.store import LocalStore
 from paceline.watch.folder import RunFolder
 
 _LIMIT = 1.10
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
     try:
         side.take_turn()
         place = Rendezvous.of(run)
-        agent = Store(place.store).read().pid
+        agent = LocalStore(place.store).read().pid
         flooded, quiet = Watched(side, agent), Watched(side, agent)
         with flooder(place, options.messages, options.per_second, options.seed, out) as attacker:
             while attacker.poll() is None and len(flooded.steps) < options.pairs:

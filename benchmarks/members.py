@@ -28,7 +28,7 @@ from paceline.cluster.board import Stop
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.cluster.store import Store
+from paceline.cluster.store import LocalStore
 from paceline.settings import Settings
 from paceline.watch.folder import RunFolder
 
@@ -114,7 +114,7 @@ def _words(seconds: list[float]) -> str:
 
 
 def _journal_words(place: Rendezvous) -> str:
-    store = Store(place.store)
+    store = LocalStore(place.store)
     journal = Journal.decode(store.read().state)
     store.close()
     times_s = []

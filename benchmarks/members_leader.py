@@ -50,4 +50,4 @@ class Simulated(Crew):
 
 if __name__ == "__main__":
     raise_descriptors()
-    sys.exit(agent.main(["--first", sys.argv[1]], Simulated))
+    sys.exit(agent.main(["first", "0", sys.argv[1]], Simulated))

@@ -32,6 +32,9 @@ def _setting(default: Any, help: str) -> Any:
 class Settings:
     workers: int = _setting(1, "processes that train")
     spares: int = _setting(0, "processes that wait, ready to take the place of one that is lost")
+    machines: int = _setting(1, "machines that the run begins with; the others join with `paceline agent`")
+    listen: str = _setting("", "the address, HOST or HOST:PORT, at which other machines reach this one")
+    store: str = _setting("", "where the run's decisions are kept for several machines: etcd://HOST:PORT,…")
     slots: int = _setting(0, "logical workers; fixed for the whole run (0: the next power of two from workers)")
     threads: int = _setting(1, "threads of each worker; part of the run's bits, never derived from the machine")
     seed: int = _setting(0, "seed of weights, sample order and every random draw")
@@ -77,6 +80,7 @@ def _check(s: Settings) -> None:
     for name, least in (
         ("workers", 1),
         ("spares", 0),
+        ("machines", 1),
         ("slots", 0),
         ("threads", 1),
         ("steps", 0),
@@ -99,7 +103,20 @@ def _check(s: Settings) -> None:
             raise UsageError(f"--{name} {getattr(s, name)!r} is none of: {', '.join(known)}{near}")
     if s.target:
         Target.parse(s.target)
+    _check_machines(s)
     _check_strategy(s.strategy)
+
+
+def _check_machines(s: Settings) -> None:
+    if not s.listen and (s.machines > 1 or s.store):
+        asked = f"--machines {s.machines}" if s.machines > 1 else "--store"
+        raise UsageError(f"{asked} needs --listen HOST: the address at which other machines reach this one")
+    if s.listen and not re.fullmatch(r"\[?[^\[\]]+?\]?(:\d+)?", s.listen):
+        raise UsageError(f"--listen {s.listen!r} is no address: write HOST or HOST:PORT")
+    if s.machines > s.workers:
+        raise UsageError(f"{s.machines} machines for {s.workers} workers: pass -n {s.machines} or more")
+    if s.listen and s.transport in ("gloo", "nccl"):
+        raise UsageError(f"--transport {s.transport} is for one machine; leave it out, and tensors find their way")
 
 
 def _check_strategy(name: str) -> None:

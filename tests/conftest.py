@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.etcd import Etcd
 from tests.leaks import GRACE_S, Held, end_processes_of, leaked
 
 _ON_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
@@ -50,6 +51,13 @@ def seed(request: pytest.FixtureRequest) -> int:
     """The session's seed, printed where the test fails."""
     print(_seed_words(request.config))
     return request.config.stash[_SEED]
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[Etcd]:
+    """One server for all tests that leave it alone; each run has keys of its own."""
+    with Etcd() as server:
+        yield server
 
 
 def forget_run() -> None:

@@ -23,7 +23,7 @@ GRACE_S = 2.0
 _POLL_S = 0.01
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"(torch_|paceline)")
-_SHM_OF_PROCESS = re.compile(r"torch_(\d+)_")
+_SHM_OF_PROCESS = re.compile(r"(?:torch_|paceline-etcd-)(\d+)[_-]")
 
 
 def children() -> dict[int, str]:

@@ -14,6 +14,7 @@ from paceline.errors import PacelineError
 
 _VERBS = {
     "run": "Train a script with N workers.",
+    "agent": "Take part in a run from a further machine.",
     "resume": "Go on with a run from its newest checkpoint.",
     "attach": "Get the view of a run under way back.",
     "stop": "Stop a run after its step.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import secrets
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +43,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("-n", "--workers", type=int, help="Processes that train.  [default: 1]")
 @click.option("--spares", type=int, help="Processes that wait, ready to replace a lost one.  [default: 0]")
+@click.option("--machines", type=int, help="Machines to begin with; the others join by `paceline agent`.  [default: 1]")
+@click.option("--listen", help="HOST or HOST:PORT at which other machines reach this one.")
+@click.option("--store", help="etcd://HOST:PORT,… : then the run outlives this machine too.")
 @click.option("-m", "as_module", is_flag=True, help="The target is a module: -m pkg.train")
 @click.option("--slots", type=int, help="Logical workers, fixed for the run; any -n up to it gives the same bits.")
 @click.option("--threads", type=int, help="Threads of each worker; part of the run's bits.  [default: 1]")
@@ -124,12 +128,29 @@ def start(job: Job, folder: RunFolder, show: str) -> int:
     folder = RunFolder(folder.path.absolute())
     job.write(folder)
     folder.summary.unlink(missing_ok=True)
-    place = Rendezvous.create(folder, job.gpus)
+    place = Rendezvous.create(folder, gpus=tuple(job.gpus), reach=_reach(job, folder))
     viewer = Viewer(folder, place, Terminal(job.workers), show)
-    agent = start_agent(folder, first=True)
+    agent = start_agent(folder, machine=0, first=True)
     code = viewer.watch()
     agent.poll()  # it has ended, unless the run goes on without this terminal
     return code
+
+
+def _reach(job: Job, folder: RunFolder) -> Any:
+    """How other machines find this one, if there are any."""
+    from paceline.cluster.rendezvous import Reach
+    from paceline.cluster.store import create_store
+
+    settings = job.settings
+    if not settings.listen or job.dry_run:
+        return Reach()
+    host, _, port = settings.listen.rpartition(":") if settings.listen.count(":") == 1 else (settings.listen, "", "0")
+    run = ""
+    if settings.store:
+        store = create_store(settings.store, folder.id)
+        run = store.run
+        store.close()
+    return Reach(secrets.token_hex(8), host, int(port), "", run)
 
 
 def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder, str]:
@@ -200,7 +221,7 @@ def _gpus_for(settings: Settings) -> list[str]:
     gpus = visible_gpus()
     if settings.device == "cuda" and not gpus:
         raise UsageError("--device cuda, but this machine shows no GPU: pass --device cpu")
-    wanted = settings.workers + settings.spares
+    wanted = -(-(settings.workers + settings.spares) // settings.machines)
     if gpus and wanted > len(gpus) and not settings.share_gpus:
         spares = f" and {settings.spares} spare(s)" if settings.spares else ""
         fewer = "fewer of them" if settings.spares else f"-n {len(gpus)}"

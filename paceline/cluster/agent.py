@@ -1,9 +1,9 @@
-"""An agent: a process that leads the run, or stands by to lead it. It never imports torch.
+"""An agent: a process that leads a run, or speaks for its machine in one, or stands by. It never imports torch.
 
-    python -m paceline.cluster.agent [--first] FOLDER
+    python -m paceline.cluster.agent first|next MACHINE FOLDER
 
-`paceline run` starts the first one, which leads; each leader starts a standby. Agents have a session of
-their own: the terminal's death is not theirs.
+`paceline run` starts the first one, which leads; `paceline agent` that of a further machine, which follows;
+each of them starts a standby. Agents have a session of their own: the terminal's death is not theirs.
 """
 
 from __future__ import annotations
@@ -15,64 +15,141 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.cluster import between, wire
 from paceline.cluster.board import Board
 from paceline.cluster.crew import Crew
+from paceline.cluster.election import Tenure, clock
+from paceline.cluster.follower import Ended, Follower, MayLead
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal, Machine
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.leader import Leader
-from paceline.cluster.node import Node
+from paceline.cluster.node import Node, Replaced
+from paceline.cluster.office import Office
 from paceline.cluster.rendezvous import Rendezvous
+from paceline.cluster.seeking import Seeker, first_journal
 from paceline.cluster.standby import Lead, stand_by
-from paceline.cluster.store import Store
+from paceline.cluster.store import FencedError, LocalStore, open_store
 from paceline.watch.folder import RunFolder
 
 REPLACEMENTS = 100
 """How many workers a run may start anew before it makes do with those it has."""
+_DOOR = "door"
 
 
-def start_agent(folder: RunFolder, first: bool) -> subprocess.Popen[bytes]:
+def start_agent(folder: RunFolder, machine: int, first: bool) -> subprocess.Popen[bytes]:
     """Its own session, its own log: it outlives whoever starts it."""
-    command = [sys.executable, "-m", "paceline.cluster.agent", *(["--first"] if first else []), str(folder.path)]
-    with open(folder.logs / "agent.log", "ab") as log:
+    which = "first" if first else "next"
+    command = [sys.executable, "-m", "paceline.cluster.agent", which, str(machine), str(folder.path)]
+    with open(folder.logs / f"agent{f'-{machine}' if machine else ''}.log", "ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
-    first, folder = arguments[0] == "--first", RunFolder(Path(arguments[-1]))
+    first, machine, folder = arguments[0] == "first", int(arguments[1]), RunFolder(Path(arguments[2]))
     job = Job.read(folder)
     assert job is not None, f"{folder.job} is not there"
-    place = Rendezvous.of(folder)
-    store = Store(place.store)
+    place = Rendezvous.of(folder, machine)
+    local = LocalStore(place.store)
     if first:
-        lead: Lead | None = Lead(store, store.lead(0, os.getpid()), _first_kept(job))
+        lead: Lead | None = Lead(local, local.lead(0, os.getpid()), _first_kept(job, place))
     else:
-        lead = stand_by(place, store, job.settings.lease)
+        lead = stand_by(place, local, job.settings.lease)
     if lead is not None:
-        node = Node(job, folder, place, lead, lambda: start_agent(folder, first=False), hire)
+        node = Node(job, folder, place, lead, lambda: start_agent(folder, machine, first=False), hire)
         try:
-            Leader(node, store, lead.fence, _journal(job, store)).lead()
+            _Service(node, local).serve()
+        except Replaced as error:
+            folder.event("stepped down", str(error), machine=machine)
         finally:
             node.close()
     return 0
 
 
-def _first_kept(job: Job) -> Kept:
+def _first_kept(job: Job, place: Rendezvous) -> Kept:
     kept, rows = Kept(), job.workers + job.spares + REPLACEMENTS
     board = Board.create(rows)
     kept.keep(BOARD, os.dup(board.fd), rows)
     board.close()
+    if place.reach.host:  # the next agent of this machine listens at the same port
+        kept.keep(_DOOR, wire.listen_tcp(place.reach.host, place.reach.port).detach())
     return kept
 
 
-def _journal(job: Job, store: Store) -> Journal:
-    """Where the last leader stopped; a fresh one, if it had not begun."""
-    state = store.read().state
-    if state:
-        return Journal.decode(state)
-    starts = 0 if job.dry_run else REPLACEMENTS
-    here = Machine(socket.gethostname(), "")
-    return Journal.begin(job.workers, job.spares, starts, time.monotonic(), here)
+class _Service:
+    """What an agent does for its machine: leads the run, or follows whoever does."""
+
+    def __init__(self, node: Node, local: LocalStore) -> None:
+        self._node, self._local = node, local
+        self._job, self._reach = node.job, node.place.reach
+        self._door: socket.socket | None = None
+        door = node.kept.get(_DOOR)
+        if door is not None:
+            self._door = socket.socket(fileno=os.dup(door[0]))
+        self._far = open_store(self._job.settings.store, self._reach.run) if self._reach.run else None
+        """The store of a run that outlives any machine."""
+
+    def serve(self) -> None:
+        """Until the run ends."""
+        if self._far is None:
+            if self._node.number == 0:
+                self._lead(Office(self._local, self._node.fence))
+            else:
+                self._follow()
+            return
+        record = self._far.read()
+        # An agent of this machine led, and is known to be gone: nobody needs to wait for a lease.
+        mine = record.address == self._address or (record.fence == 0 and self._node.number == 0)
+        after: int | None = record.fence if mine else None
+        while True:
+            if after is not None and self._try_to_lead(after):
+                return
+            outcome = self._follow()
+            if isinstance(outcome, Ended):
+                return
+            after = outcome.record.fence
+
+    @property
+    def _address(self) -> str:
+        """Where other machines reach this agent."""
+        assert self._door is not None
+        host, port = self._door.getsockname()[:2]
+        return wire.tcp_address(host, port)
+
+    def _try_to_lead(self, after: int) -> bool:
+        """Whether this agent led the run to its end."""
+        assert self._far is not None
+        sent = clock()
+        try:
+            fence = self._far.lead(after, os.getpid(), self._address)
+            return self._lead(Office(self._far, fence, Tenure(self._job.settings.lease, sent)))
+        except (FencedError, OSError):
+            return False
+
+    def _lead(self, office: Office) -> bool:
+        state = office.store.read().state
+        journal = Journal.decode(state) if state else self._first_journal()
+        return Leader(self._node, office, journal, self._door).lead() is not None
+
+    def _first_journal(self) -> Journal:
+        job = self._job
+        here = Machine(socket.gethostname(), self._reach.identity)
+        if self._reach.host:
+            here.places = job.share_of_places
+        starts = 0 if job.dry_run else REPLACEMENTS
+        return Journal.begin(job.workers, job.spares, starts, time.time(), here, job.settings.machines)
+
+    def _follow(self) -> Ended | MayLead:
+        place, reach, lease = self._node.place, self._reach, self._job.settings.lease
+        join = between.Join(reach.identity, self._address)
+        state = self._local.read().state
+        journal = Journal.decode(state) if state else first_journal(reach.leader, place.secret, join)
+        seeker = Seeker(reach.leader, place.secret, self._job.settings.store, reach.run, lease)
+        outcome = Follower(self._node, self._local, journal, seeker, join).serve()
+        if isinstance(outcome, Ended):
+            self._local.remove(self._node.fence)
+            Rendezvous.remove(self._node.folder, self._node.number)
+        return outcome
 
 
 if __name__ == "__main__":

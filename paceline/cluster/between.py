@@ -61,7 +61,9 @@ class Described(msgspec.Struct, tag=True):
 
     machine: int
     run: str
-    job: msgspec.Raw
+    job: bytes
+    store: str
+    """The run's name in the store that all machines share; nothing, if there is none."""
 
 
 class Told(msgspec.Struct, tag=True):

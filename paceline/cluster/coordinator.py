@@ -19,7 +19,7 @@ from paceline.cluster.board import Phase, Stop
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
-from paceline.cluster.store import Store
+from paceline.cluster.office import Office
 from paceline.watch.folder import RunFolder
 
 _KILLS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
@@ -31,16 +31,18 @@ _LOST = -signal.SIGKILL
 class Coordinator:
     """`start` and `kill` act on a worker by its number; `changed` is called when the journal has."""
 
-    def __init__(self, job: Job, folder: RunFolder, store: Store, fence: int, journal: Journal) -> None:
-        self._job, self._folder, self._store, self._fence = job, folder, store, fence
+    def __init__(self, job: Job, folder: RunFolder, office: Office, journal: Journal) -> None:
+        self._job, self._folder, self._office = job, folder, office
         self.journal, self.membership = journal, journal.membership
+        self.ended_at: dict[int, float] = {}
+        """When each worker was seen to end."""
         self.start: Callable[[int], None]
         self.kill: Callable[[int], None]
         self.changed: Callable[[], None]
 
     def save(self, views: list[View] | None = None) -> None:
-        """FencedError: another agent leads, and nothing of this one's counts any more."""
-        self._store.write(self._fence, self.journal.encode(), views or [])
+        """FencedError, StoreUnreachable: another agent leads or will, and nothing of this one's counts any more."""
+        self._office.write(self.journal.encode(), views or [])
 
     def decide(self, worker: int, message: msgspec.Struct) -> msgspec.Struct | None:
         """What comes of a message that changes the run; no answer where the journal will have it."""
@@ -56,7 +58,7 @@ class Coordinator:
                 self.changed()
             case messages.Failed():
                 if not message.follows:
-                    self.fail(f"worker {worker}:", message.summary, message.traceback, message.exit_code, worker)
+                    self.fail(f"worker {worker}:" if worker >= 0 else "the run:", message.summary, message.traceback, message.exit_code, worker)
             case messages.Stop(who, kill):
                 self.stop(who, _kill_words(who) if kill else who.words, kill)
             case messages.Scale(count):
@@ -198,6 +200,7 @@ class Coordinator:
         if number in self.journal.exits:
             return
         self.journal.exits[number] = code
+        self.ended_at[number] = time.monotonic()
         gone = self.membership.standing[number] is Standing.GONE
         if gone:  # whoever met it in a view that was overtaken must not wait for it
             self.journal.buried.append(number)
@@ -251,7 +254,7 @@ class Coordinator:
 
     def fail(self, who: str, text: str, trace: str = "", exit_code: int = 1, worker: int = -1) -> None:
         if not self.over:
-            self.journal.failure = Failure(who, text, trace, exit_code, worker, time.monotonic())
+            self.journal.failure = Failure(who, text, trace, exit_code, worker)
             self.save()
             self.changed()
 

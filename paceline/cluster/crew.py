@@ -206,8 +206,9 @@ class Crew:
         return list(self._workers)
 
     @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers.values() if worker.pid]
+    def pids(self) -> dict[int, int]:
+        """The process of each worker that is there."""
+        return {number: worker.pid for number, worker in self._workers.items() if worker.pid}
 
     @property
     def nursery_pid(self) -> int:

@@ -18,6 +18,10 @@ Key = tuple[str, int | str]
 """A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker)."""
 
 
+class NotNow(Exception):
+    """The asker is sent away, and may ask again."""
+
+
 class Desk:
     """`answer(peer, message)` deals with each message; ValueError from it ends the peer's connection.
 
@@ -57,9 +61,11 @@ class Desk:
             for message, fds in peer.receive():
                 wire.close_all(fds)
                 self._answer(peer, message)
+        except NotNow:
+            self.drop(peer)
         except ValueError as error:
             self._door.refusals.note(peer.source, str(error))
-            self._drop(peer)
+            self.drop(peer)
 
     def hear_worker(self, worker: int) -> None:
         """The last words of a worker that is dead come before its end."""
@@ -73,12 +79,14 @@ class Desk:
             if peer.ended is not None:
                 if peer.ended.foul:
                     self._door.refusals.note(peer.source, peer.ended.why)
-                self._drop(peer)
+                self.drop(peer)
             elif self._selector.get_key(peer).events != peer.events:
                 self._selector.modify(peer, peer.events, self.hear)
         return [f"{source}: {why}" for source, why in self._door.refusals.untold()]
 
-    def _drop(self, peer: Connection) -> None:
+    def drop(self, peer: Connection) -> None:
+        if peer not in self.worker_of:
+            return
         self._selector.unregister(peer)
         del self.worker_of[peer]
         for peers in (self.watchers, self.shadows, *self._waiting.values()):
@@ -90,7 +98,7 @@ class Desk:
         """Neither hear this worker (None: anybody) nor let it in, for the time being: a fault on purpose."""
         self._cut.add(worker) if off else self._cut.discard(worker)
         for peer in [p for p, owner in self.worker_of.items() if off and worker in (None, owner)]:
-            self._drop(peer)
+            self.drop(peer)
 
     def is_cut(self, worker: int) -> bool:
         return worker in self._cut
@@ -113,6 +121,6 @@ class Desk:
     def close(self) -> None:
         for peer in list(self.worker_of):
             peer.flush()
-            self._drop(peer)
+            self.drop(peer)
         self._selector.unregister(self._door)
         self._door.close()

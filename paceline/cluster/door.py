@@ -125,6 +125,12 @@ class Door:
         return self._selector.fileno()
 
     @property
+    def address(self) -> str:
+        """HOST:PORT of a door for other machines."""
+        host, port = self._server.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
     def half_open(self) -> int:
         return len(self._visitors)
 

@@ -58,6 +58,6 @@ def _write_summary(job: Job, folder: RunFolder, journal: Journal, board: Board, 
         "samples": max(row.samples for row in rows),
         "workers": job.workers,
         "strategy": job.settings.strategy,
-        "wall_s": round(time.monotonic() - journal.started, 3),
+        "wall_s": round(time.time() - journal.started, 3),
     }
     folder.write_json(folder.summary, known)

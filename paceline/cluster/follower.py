@@ -17,6 +17,7 @@ from paceline.cluster import between, messages, wire
 from paceline.cluster.board import Phase
 from paceline.cluster.connection import Connection
 from paceline.cluster.crew import NurseryError
+from paceline.cluster.desk import NotNow
 from paceline.cluster.journal import Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.seeking import Found, Gone, Seeker, Vacant
@@ -167,7 +168,7 @@ class Follower:
         node, crew = self._node, self._node.crew
         self._leader.send(
             between.Report(
-                crew.pid_of,
+                crew.pids,
                 {k: (code, int(phase)) for k, (code, phase) in node.exits.items() if k not in self._journal.exits},
                 [number for number in crew.numbers if node.board.leaves(number)],
                 node.board.main_ready,
@@ -190,6 +191,8 @@ class Follower:
         raise NotImplementedError("a worker of another machine is killed when it is evicted")
 
     def decide(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
+        if self._leader is None:
+            raise NotNow
         self._questions += 1
         self._asked[self._questions] = peer
         self._tell(message, worker)

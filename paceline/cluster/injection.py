@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 
 from paceline.cluster.node import Node
 from paceline.faults.plan import Action, Fault, Plan
@@ -13,8 +14,10 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.S
 
 
 class Injection:
-    def __init__(self, plan: Plan, node: Node) -> None:
-        self.plan, self._node = plan, node
+    """`signal(worker, signum)` reaches a worker wherever it is."""
+
+    def __init__(self, plan: Plan, node: Node, signal: Callable[[int, int], None]) -> None:
+        self.plan, self._node, self._signal = plan, node, signal
         self._folder, self._crew, self._board, self._desk = node.folder, node.crew, node.board, node.desk
 
     @staticmethod
@@ -33,10 +36,10 @@ class Injection:
 
     def _hit_worker(self, action: Action, worker: int) -> None:
         match action.kind:
-            case "kill":
+            case "kill" if worker in self._crew.numbers:
                 self._crew.kill(worker)
-            case "stop" | "continue":
-                self._crew.signal(worker, _SIGNALS[action.kind])
+            case "kill" | "stop" | "continue":
+                self._signal(worker, _SIGNALS[action.kind])
             case "cut" | "mend":
                 self._desk.cut(worker, action.kind == "cut")
             case "slow" | "unslow":
@@ -53,7 +56,7 @@ class Injection:
             case "nursery", _:
                 _send(self._crew.nursery_pid, action.kind)
             case "everything", _:
-                for pid in [*self._crew.pids, self._crew.nursery_pid, self._node.standby_pid]:
+                for pid in [*self._crew.pids.values(), self._crew.nursery_pid, self._node.standby_pid]:
                     _send(pid, action.kind)
                 self._hit_self(action)
 

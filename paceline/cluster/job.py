@@ -48,10 +48,24 @@ class Job:
     def survives_deaths(self) -> bool:
         """Groups of torch (Gloo, NCCL) do not survive a member's death yet."""
         settings = self.settings
+        if settings.listen:
+            return not self.dry_run
         by_memory = settings.transport == "shm" or (
             settings.transport == "auto" and (not self.gpus or settings.share_gpus)
         )
         return by_memory and not self.dry_run
+
+    @property
+    def share_of_places(self) -> int:
+        """How many workers each machine has a place for, if it does not say itself."""
+        return -(-(self.workers + self.spares) // self.settings.machines)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(msgspec.to_builtins(self))
+
+    @staticmethod
+    def decode(raw: bytes) -> Job:
+        return msgspec.msgpack.decode(raw, type=Job)
 
     def write(self, folder: RunFolder) -> None:
         folder.write_json(folder.job, msgspec.to_builtins(self))

@@ -19,7 +19,6 @@ class Failure(msgspec.Struct):
     trace: str
     exit_code: int
     worker: int
-    at: float
 
 
 class Machine(msgspec.Struct):
@@ -37,7 +36,7 @@ class Machine(msgspec.Struct):
 class Journal(msgspec.Struct):
     membership: Membership
     started: float
-    """On the machine's monotonic clock."""
+    """By the wall clock, which machines share more or less."""
     views: dict[int, View]
     after: dict[int, int] = {}
     """For each term, that of the view that followed the first death in it."""

@@ -8,38 +8,53 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
 
 import msgspec
 
+from paceline.cluster import wire
 from paceline.cluster.board import Phase, Seen, Stop
 from paceline.cluster.connection import Connection
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.crew import NurseryError
+from paceline.cluster.door import Door
 from paceline.cluster.ending import conclude
 from paceline.cluster.injection import Injection
 from paceline.cluster.journal import Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
+from paceline.cluster.office import Office
+from paceline.cluster.outposts import Outposts
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.cluster.store import FencedError, Store
+from paceline.cluster.store import FencedError, StoreUnreachable
 from paceline.watch.verdict import QUIET_S, verdict
 
 _ODD_EXIT_S = 1.0
 
 
 class Leader:
-    """Leads from the machine of `node`; `store` has the run's journal, under `fence`."""
+    """Leads from the machine of `node`; what is decided goes to the office.
 
-    def __init__(self, node: Node, store: Store, fence: int, journal: Journal) -> None:
-        self._node, self._store, self._fence = node, store, fence
+    `door` is where other machines' agents come in, if there are any.
+    """
+
+    def __init__(
+        self, node: Node, office: Office, journal: Journal, door: socket.socket | None = None
+    ) -> None:
+        self._node, self._office = node, office
+        self._failed_at: float | None = None
         self._job, self._folder, self._board, self._crew = node.job, node.folder, node.board, node.crew
-        self._coordinator = Coordinator(node.job, node.folder, store, fence, journal)
+        self._coordinator = Coordinator(node.job, node.folder, office, journal)
         self._coordinator.start, self._coordinator.kill = self._start, node.crew.kill
         self._coordinator.changed = self._changed
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._looked_at = 0.0
         self._signalled = False
+        self._outposts: Outposts | None = None
+        if door is not None:
+            self._outposts = Outposts(_secured(door, node.place.secret), node, self._coordinator, office.fence)
         plan = Injection.of(self._job.faults, journal.faults)
-        self._injection = Injection(plan, node)
+        self._injection = Injection(plan, node, self._signal)
 
     @property
     def journal(self) -> Journal:
@@ -50,39 +65,49 @@ class Leader:
         before = signal.signal(signal.SIGTERM, self._on_signal)
         try:
             self._begin()
-            while self.journal.running:
+            while self.journal.running or self.journal.awaited:
                 self._turn()
             return self._end()
         except NurseryError as error:
             self._coordinator.fail("the run:", str(error), self._node.log_tail("nursery"))
             self._crew.kill_all()
             return self._end()
-        except FencedError as error:
-            self._folder.event("stepped down", str(error), fence=self._fence)
+        except (FencedError, StoreUnreachable) as error:
+            self._folder.event("stepped down", str(error), fence=self._office.fence)
             return None
         finally:
             signal.signal(signal.SIGTERM, before)
+            if self._outposts is not None:
+                self._outposts.close()
 
     def _begin(self) -> None:
         self._coordinator.save()
-        if self._fence == 1:
+        if self._office.fence == 1:
             self._folder.event("launched", self._job.words, workers=self._job.workers)
         else:
             self._folder.event(
                 "leading",
                 "the agent that led before is gone or frozen",
-                fence=self._fence,
+                fence=self._office.fence,
                 pid=os.getpid(),
                 notice="the coordinator is gone: the standby leads now",
             )
         self._node.begin(self)
+        if self._outposts is not None and self.journal.awaited:
+            words = (
+                f"waiting for {self.journal.awaited - 1} more machines; on each of them: paceline agent --join "
+                f"{self._outposts.address} --secret-file {self._folder.secret}"
+            )
+            self._folder.event("awaiting", words, notice=words)
 
     def _turn(self) -> None:
         # A plan of faults wants to be met to the step.
         tick_s = TICK_S if self._injection.plan.over else TICK_S / 10
         now = self._node.turn(tick_s)
+        self._office.hold()
         if now - self._looked_at >= tick_s:
             self._looked_at = now
+            self._board.led()
             self._look_around(now)
 
     def _look_around(self, now: float) -> None:
@@ -93,24 +118,40 @@ class Leader:
         if self._board.main_ready:
             self._coordinator.main_is_ready()
         self._coordinator.end_newcomers()
-        self._inject(rows, now - self.journal.started)
+        self._inject(rows, time.time() - self.journal.started)
         if self._signalled and not self.journal.stop:
             self._coordinator.stop(Stop.SIGTERM, "the agent was told to end (SIGTERM)")
-        if self.journal.failure is not None and now - self.journal.failure.at > GRACE_S:
-            self._crew.kill_all()
+        if self._outposts is not None:
+            for words in self._outposts.tick(now):
+                self._folder.event("refused", words)
+        if self.journal.failure is not None:
+            self._failed_at = self._failed_at or now
+            if now - self._failed_at > GRACE_S:
+                self._crew.kill_all()
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self._signalled = True
 
     def _end(self) -> int:
         code = conclude(self._job, self._folder, self.journal, self._board)
-        self._store.remove()
-        Rendezvous.remove(self._folder)
+        self._office.close_for_good()
+        if self._outposts is not None:
+            self._outposts.end(code)
+        Rendezvous.remove(self._folder, self._node.number)
         self._node.leave(code)
         return code
 
     def _changed(self) -> None:
         self._node.show()
+        if self._outposts is not None:
+            self._outposts.tell()
+
+    def _signal(self, number: int, signum: int) -> None:
+        """To a worker, wherever it is."""
+        if number in self._crew.numbers:
+            self._crew.signal(number, signum)
+        elif self._outposts is not None:
+            self._outposts.hit(number, signum)
 
     def _start(self, number: int) -> None:
         if self.journal.homes[number] == self._node.number:
@@ -143,7 +184,7 @@ class Leader:
             return
         for number, phase in [(row.worker, row.phase) for row in rows]:
             odd = self.journal.exits.get(number) == 0 and phase not in (Phase.FINISHED, Phase.LEFT)
-            if odd and now - self._node.ended_at.get(number, now) > _ODD_EXIT_S:
+            if odd and now - self._coordinator.ended_at.get(number, now) > _ODD_EXIT_S:
                 text = (
                     "ended without paceline.init()"
                     if phase == Phase.STARTING
@@ -166,7 +207,7 @@ class Leader:
             self._folder.event("starting" if phase == Phase.STARTING else "waiting", words, worker=worker, notice=words)
             if phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
                 # faulthandler writes every thread's stack into the worker's log.
-                self._crew.signal(worker, signal.SIGUSR1)
+                self._signal(worker, signal.SIGUSR1)
 
     def _inject(self, rows: list[Seen], seconds: float) -> None:
         plan = self._injection.plan
@@ -177,3 +218,13 @@ class Leader:
             self.journal.faults = plan.state()
             self._coordinator.save()  # first: the next leader must not be hit by the same fault
             self._injection.carry_out(actions)
+
+
+def _secured(listening: socket.socket, secret: bytes) -> Door:
+    """A door to other machines: with TLS, unless they are this one."""
+    sock = listening.dup()
+    if wire.is_loopback(sock.getsockname()[0]):
+        return Door(sock, secret, time.monotonic())
+    from paceline.cluster.tls import Identity  # costs some ms, and most runs have one machine
+
+    return Door(sock, secret, time.monotonic(), Identity.make())

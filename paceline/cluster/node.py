@@ -32,7 +32,6 @@ from paceline.cluster.messages import Ended
 from paceline.cluster.nursing import Fork, Nursery
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead
-from paceline.cluster.store import FencedError
 from paceline.launch.environment import Ticket, nursery_environment, own_environment
 from paceline.watch.folder import RunFolder
 
@@ -42,6 +41,10 @@ GRACE_S = 1.5
 _STANDBY_EVERY_S = 1.0
 _NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
 """Set by a test: what if the kill of a frozen worker came too late?"""
+
+
+class Replaced(Exception):
+    """Another agent has this machine in hand now."""
 
 
 class Master(Protocol):
@@ -86,8 +89,9 @@ class Node:
         self._start_standby = start_standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._standby_at = 0.0
-        self.ended_at: dict[int, float] = {}
-        """When each worker of this machine was seen to end."""
+        self.exits: dict[int, tuple[int, Phase]] = {}
+        """Exit code and last phase of each worker of this machine that was seen to end."""
+        self._begun = False
 
     # a life
 
@@ -97,18 +101,22 @@ class Node:
         self.kept.on_keep, self.kept.on_release = self.answering.share, self.answering.unshare
         self.board.leader = self.fence
         self.board.beat()
-        if self.fence > 1:
+        if self.fence > 1 and not self._begun:
             self._find_nursery()
-        self.show()
+            self._adopt()
+        self._begun = True
+        self.follow()
+        self._run_standby(time.monotonic())
+
+    def _adopt(self) -> None:
+        """The workers of the agent before."""
         for number in self.mine:
-            pid = master.journal.pids.get(number)
+            pid = self.master.journal.pids.get(number)
             pidfd = self.kept.take(_pidfd_name(number))
             if pid is not None:
                 self.crew.adopt(number, pid, pidfd)
             elif pidfd is not None:
                 os.close(pidfd)  # nobody was told of it: the nursery will tell again
-        self.follow()
-        self._run_standby(time.monotonic())
 
     def _find_nursery(self) -> None:
         try:
@@ -125,7 +133,7 @@ class Node:
             if self.selector.get_map().get(key.fd) is key:
                 key.data(key.fileobj)
         if self.board.leader != self.fence:
-            raise FencedError(f"fence {self.board.leader} has this machine; {self.fence} is over")
+            raise Replaced(f"fence {self.board.leader} has this machine; {self.fence} is over")
         self.board.beat()
         now = time.monotonic()
         self.crew.tick(now)
@@ -177,7 +185,7 @@ class Node:
         for number in self.mine:
             if number in journal.doomed:
                 self.crew.kill(number)
-            elif number not in self.ended_at and number not in self.crew.numbers:
+            elif number not in self.exits and number not in self.crew.numbers:
                 self.start(number)
         for number in self.crew.numbers:  # those who were given up while this machine could not be reached
             if number in journal.exits:
@@ -233,7 +241,7 @@ class Node:
             job.flags,
             job.dry_run,
             job.resume,
-            place.host,
+            place.reach.host,
         )
         environment = own_environment(ticket, journal.places[number], place.gpus)
         target = ["-m", job.target] if job.as_module else [job.target]
@@ -249,8 +257,8 @@ class Node:
         """A worker has ended; what it said before comes first."""
         self.desk.hear_worker(number)
         self.kept.release(_pidfd_name(number))
-        self.ended_at[number] = time.monotonic()
-        self.master.worker_ended(number, code, self.board.see(number).phase)
+        self.exits[number] = code, self.board.see(number).phase
+        self.master.worker_ended(number, *self.exits[number])
 
     def _see_frozen(self, now: float) -> None:
         """A worker that is stopped for longer than its lease is evicted: killed, so that it cannot come back."""

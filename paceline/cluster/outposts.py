@@ -8,35 +8,38 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from paceline.cluster import between, messages, wire
-from paceline.cluster.board import Board, Phase
+from paceline.cluster.board import Phase
 from paceline.cluster.connection import Connection
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.door import Door
-from paceline.cluster.job import Job
 from paceline.cluster.journal import Machine
+from paceline.cluster.node import Node
 
 _END_S = 1.0
 
 
 class Outposts:
-    """`here`: the number of this machine; `tell(words)` is for what should be in the log."""
+    """`node` is this machine's part, `fence` under which this agent leads."""
 
-    def __init__(
-        self, door: Door, selector: selectors.BaseSelector, coordinator: Coordinator, board: Board, job: Job, run: str
-    ) -> None:
-        self._door, self._selector, self._coordinator, self._board = door, selector, coordinator, board
-        self._job, self._run = job, run
-        selector.register(door, selectors.EVENT_READ, lambda _: self._on_knock())
+    def __init__(self, door: Door, node: Node, coordinator: Coordinator, fence: int) -> None:
+        self._door, self._coordinator, self._fence = door, coordinator, fence
+        self._selector, self._board, self._job, self._run = node.selector, node.board, node.job, node.folder.id
+        self._store = node.place.reach.run
+        self._selector.register(door, selectors.EVENT_READ, lambda _: self._on_knock())
         self._peers: dict[Connection, int | None] = {}
         """Every connection, and the machine it speaks for."""
-        self._heard: dict[int, float] = {}
-        self.fence = 0
-        self.here = 0
+        now, machines = time.monotonic(), coordinator.journal.machines
+        self._heard = {number: now for number, machine in machines.items() if machine.here and number != node.number}
+        """When each of the other machines was last heard of: a new leader gives them a lease's time to come."""
+
+    @property
+    def address(self) -> str:
+        """Where a further machine joins, HOST:PORT."""
+        return self._door.address
 
     # who comes
 
@@ -82,7 +85,7 @@ class Outposts:
             number = max(machines) + 1
             machines[number] = Machine(asked.name, asked.identity, asked.places or self._job.share_of_places, here=False)
             self._coordinator.save()
-        peer.send(between.Described(number, self._run, msgspec.Raw(self._job.encode())))
+        peer.send(between.Described(number, self._run, self._job.encode(), self._store))
 
     def _number_of(self, identity: str) -> int | None:
         machines = self._coordinator.journal.machines
@@ -126,7 +129,7 @@ class Outposts:
 
     def _send_journal(self, peers: list[Connection]) -> None:
         if peers:
-            told = between.Told(self.fence, self._coordinator.journal.encode())
+            told = between.Told(self._fence, self._coordinator.journal.encode())
             for peer in peers:
                 peer.send(told)
 
@@ -138,18 +141,13 @@ class Outposts:
 
     # the clock
 
-    def begin(self, fence: int, here: int, now: float) -> None:
-        """From now on this agent leads: every machine has a lease's time to come."""
-        self.fence, self.here = fence, here
-        machines = self._coordinator.journal.machines
-        self._heard = {number: now for number, machine in machines.items() if machine.here and number != here}
-
-    def tick(self, now: float, lease_s: float) -> list[str]:
+    def tick(self, now: float) -> list[str]:
         """Say that somebody leads; give up who was silent too long. In words, who was refused since the last time."""
         self._door.expire(now)
+        lease_s = self._job.settings.lease
         for peer, machine in list(self._peers.items()):
             if machine is not None:
-                peer.send(between.Told(self.fence))
+                peer.send(between.Told(self._fence))
             if peer.ended is not None:
                 if peer.ended.foul:
                     self._door.refusals.note(peer.source, peer.ended.why)
@@ -179,7 +177,7 @@ class Outposts:
             for peer in self._peers:
                 peer.flush()
 
-    def close(self, keep_door: Callable[[], None] = lambda: None) -> None:
+    def close(self) -> None:
         for peer in list(self._peers):
             self._drop(peer)
         self._selector.unregister(self._door)

@@ -1,66 +1,95 @@
-"""Where the processes of a run find each other: its address, its secret, its store. No torch in here."""
+"""Where the processes of a run find each other on a machine: its address, its secret, its store. No torch in here."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from paceline.cluster import secret
-from paceline.cluster.store import Store, runtime_folder
+from paceline.cluster.store import LocalStore, StoreGone, runtime_folder
 from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """How the agents of several machines find each other; empty on one machine."""
+
+    identity: str = ""
+    """This machine's own."""
+    host: str = ""
+    """Where other machines reach it."""
+    port: int = 0
+    """0: any that is free."""
+    leader: str = ""
+    """Where the agent that leads is reached, as long as no store says; nothing, where the run was started."""
+    run: str = ""
+    """The run's name in its store; nothing, if that is this machine's own."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     address: str
-    """Of the leader, without its fence."""
+    """Of this machine's agent, without its fence."""
     secret: bytes
     store: Path
-    """What says which of this machine's agents speaks for it; on one machine the run's store too."""
+    """What says which of the machine's agents speaks for it; on one machine the run's store too."""
     machine: int = 0
-    host: str = ""
-    """Where other machines reach this one; nothing, if there are none."""
     gpus: tuple[str, ...] = ()
+    reach: Reach = Reach()
 
     @staticmethod
-    def create(folder: RunFolder, gpus: Sequence[str] = ()) -> Rendezvous:
-        """Fresh ones for a run that starts now. The secret is for this user's eyes only."""
-        left = folder.read_json(folder.agent).get("store")
+    def create(
+        folder: RunFolder, machine: int = 0, gpus: tuple[str, ...] = (), reach: Reach = Reach(), known: bytes = b""
+    ) -> Rendezvous:
+        """Fresh ones for a run that starts now. The secret, `known` or new, is for this user's eyes only."""
+        left = folder.read_json(folder.agent_of(machine)).get("store")
         if left:  # everything was killed at once
             Path(left).unlink(missing_ok=True)
         unique = secrets.token_hex(8)
-        folder.secret.unlink(missing_ok=True)
+        secret_file = folder.secret_of(machine)
+        secret_file.unlink(missing_ok=True)
         place = Rendezvous(
             f"paceline-{folder.id}-{unique}",
-            secret.make(folder.secret),
+            secret.make(secret_file, known),
             runtime_folder() / f"paceline-{folder.id}-{unique}.db",
-            gpus=tuple(gpus),
+            machine,
+            gpus,
+            reach,
         )
-        Store.create(place.store).close()
-        known = {"address": place.address, "store": str(place.store), "gpus": list(gpus)}
-        folder.write_json(folder.agent, known)
+        LocalStore.create(place.store).close()
+        found = {"address": place.address, "store": str(place.store), "gpus": gpus, "reach": msgspec.to_builtins(reach)}
+        folder.write_json(folder.agent_of(machine), found)
         return place
 
     @staticmethod
-    def of(folder: RunFolder) -> Rendezvous:
-        known = folder.read_json(folder.agent)
+    def of(folder: RunFolder, machine: int = 0) -> Rendezvous:
+        known = folder.read_json(folder.agent_of(machine))
         if not known:
             raise UsageError(f"run {folder.id!r} is not running: `paceline runs` lists what there is")
-        return Rendezvous(known["address"], secret.read(folder.secret), Path(known["store"]), gpus=tuple(known["gpus"]))
+        return Rendezvous(
+            known["address"],
+            secret.read(folder.secret_of(machine)),
+            Path(known["store"]),
+            machine,
+            tuple(known["gpus"]),
+            msgspec.convert(known["reach"], Reach),
+        )
 
     def fence(self) -> int:
-        """Of whoever leads now."""
+        """Of the agent that speaks for this machine now."""
         try:
-            return Store(self.store).read().fence
-        except sqlite3.Error:
+            with contextlib.closing(LocalStore(self.store)) as store:
+                return store.read().fence
+        except (StoreGone, sqlite3.Error):
             raise ConnectionError(f"{self.store} is gone: the run is over") from None
 
     @staticmethod
-    def remove(folder: RunFolder) -> None:
+    def remove(folder: RunFolder, machine: int = 0) -> None:
         """The run is over: nothing is to be found."""
-        folder.agent.unlink(missing_ok=True)
-        folder.secret.unlink(missing_ok=True)
+        folder.agent_of(machine).unlink(missing_ok=True)
+        folder.secret_of(machine).unlink(missing_ok=True)

@@ -6,12 +6,13 @@ import os
 import queue
 import socket
 import threading
-import time
 from dataclasses import dataclass
 
-from paceline.cluster import wire
-from paceline.cluster.election import Silence
-from paceline.cluster.store import Record, Store
+from paceline.cluster import between, wire
+from paceline.cluster.election import Silence, clock
+from paceline.cluster.journal import Journal
+from paceline.cluster.store import Record, Store, StoreGone, open_store
+from paceline.errors import UsageError
 
 _AGAIN_S = 0.1
 _CONNECT_S = 2.0
@@ -39,12 +40,24 @@ class Gone:
 Finding = Found | Vacant | Gone
 
 
+def first_journal(address: str, secret: bytes, join: between.Join) -> Journal:
+    """A machine's very first contact: it is known there, and is told how things stand."""
+    with wire.connect(address, secret) as sock:
+        wire.send(sock, join)
+        while True:
+            answer, _ = wire.receive(sock, between.FROM_LEADER)
+            if isinstance(answer, between.TurnedAway):
+                raise UsageError(answer.why)
+            if isinstance(answer, between.Told) and answer.journal:
+                return Journal.decode(answer.journal)
+
+
 class Seeker:
     """`address`: of the leader, where no store says; readable (`fileno`) when something was found."""
 
-    def __init__(self, address: str, secret: bytes, store: Store | None, lease_s: float) -> None:
-        self._address, self._secret, self._store = address, secret, store
-        self._lease_s = lease_s
+    def __init__(self, address: str, secret: bytes, store: str, run: str, lease_s: float) -> None:
+        self._address, self._secret, self._lease_s = address, secret, lease_s
+        self._open = (lambda: open_store(store, run)) if run else None
         self._findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
         self._bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stop = threading.Event()
@@ -67,25 +80,30 @@ class Seeker:
         return self._findings.get()
 
     def _look(self) -> None:
-        silence = Silence(self._lease_s)
-        while not self._stop.is_set():
-            finding = self._once(silence)
-            if finding is not None:
-                self._findings.put(finding)
-                os.write(self._rope, b"!")
-                return
-            self._stop.wait(_AGAIN_S)
+        silence, store = Silence(self._lease_s), self._open() if self._open else None
+        try:
+            while not self._stop.is_set():
+                finding = self._once(silence, store)
+                if finding is not None:
+                    self._findings.put(finding)
+                    os.write(self._rope, b"!")
+                    return
+                self._stop.wait(_AGAIN_S)
+        finally:
+            if store is not None:
+                store.close()
 
-    def _once(self, silence: Silence) -> Finding | None:
+    def _once(self, silence: Silence, store: Store | None) -> Finding | None:
         address = self._address
-        if self._store is not None:
+        if store is not None:
+            began = clock()
             try:
-                record = self._store.read()
-            except LookupError:
+                record = store.read()
+            except StoreGone:
                 return Gone()
             except OSError:
                 return None
-            if silence.observe(time.monotonic(), record):
+            if silence.saw(began, clock(), record):
                 return Vacant(record)
             address = record.address
         try:

@@ -16,7 +16,7 @@ from paceline.cluster import messages, wire
 from paceline.cluster.board import Board
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.cluster.store import FencedError, Record, Store
+from paceline.cluster.store import FencedError, Record, Store, StoreGone
 
 _LOOK_S = 0.25
 
@@ -41,11 +41,11 @@ def stand_by(place: Rendezvous, store: Store, lease_s: float) -> Lead | None:
         try:
             record = store.read()
             return Lead(store, _follow(record, place, store, kept, lease_s), kept)
-        except FencedError:
-            kept.close()  # another one was faster: stand by for that one
-        except _Over:
+        except (_Over, StoreGone):
             kept.close()
             return None
+        except FencedError:
+            kept.close()  # another one was faster: stand by for that one
 
 
 def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s: float) -> int:

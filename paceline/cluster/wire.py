@@ -188,7 +188,16 @@ def _shake(sock: socket.socket, side: Gate | Knock, patience_s: float) -> str:
         sock.settimeout(before)
 
 
-def connect(address: str, secret: bytes) -> socket.socket:
+def tcp_address(host: str, port: int) -> str:
+    """What `connect` is given: between machines with TLS.
+
+    >>> tcp_address("10.0.0.7", 7070), tcp_address("127.0.0.1", 7070)
+    ('tls://10.0.0.7:7070', 'tcp://127.0.0.1:7070')
+    """
+    return f"{'tcp' if is_loopback(host) else 'tls'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def connect(address: str, secret: bytes, patience_s: float = _CONNECT_S) -> socket.socket:
     """A connection on which both sides have proved themselves.
 
     The address is what `listen` was given, or for another machine tls://host:port, or tcp://host:port
@@ -197,7 +206,7 @@ def connect(address: str, secret: bytes) -> socket.socket:
     scheme, _, place = address.rpartition("://")
     if scheme:
         host, _, port = place.rpartition(":")
-        return connect_tcp(host.strip("[]"), int(port), secret, tls=scheme == "tls")
+        return connect_tcp(host.strip("[]"), int(port), secret, tls=scheme == "tls", patience_s=patience_s)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         # Blocking, with the kernel's own limit: with Python's a full backlog would be an error at once.
@@ -206,7 +215,7 @@ def connect(address: str, secret: bytes) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if not is_our_user(sock):
             raise ConnectionClosed(f"{address}: another user listens there")
-        _knock(sock, address, secret, b"")
+        _knock(sock, address, secret, b"", patience_s)
     except BaseException:
         sock.close()
         raise
@@ -225,7 +234,7 @@ def connect_tcp(host: str, port: int, secret: bytes, tls: bool, patience_s: floa
             from paceline.cluster.tls import secure  # costs some ms, and most runs have one machine
 
             sock, binding = secure(sock)
-        _knock(sock, f"{host}:{port}", secret, binding)
+        _knock(sock, f"{host}:{port}", secret, binding, patience_s)
         sock.settimeout(None)
     except BaseException:
         sock.close()
@@ -233,9 +242,9 @@ def connect_tcp(host: str, port: int, secret: bytes, tls: bool, patience_s: floa
     return sock
 
 
-def _knock(sock: socket.socket, address: str, secret: bytes, binding: bytes) -> None:
+def _knock(sock: socket.socket, address: str, secret: bytes, binding: bytes, patience_s: float) -> None:
     side = Knock(secret, secrets.token_bytes(NONCE_BYTES), binding)
     sock.sendall(side.greeting)
-    why = _shake(sock, side, _CONNECT_S)
+    why = _shake(sock, side, patience_s)
     if why:
         raise ConnectionClosed(f"{address}: the handshake failed: {why}")

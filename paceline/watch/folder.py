@@ -174,5 +174,12 @@ class RunFolder:
             return {}
         return value if isinstance(value, dict) else {}
 
+    def agent_of(self, machine: int) -> Path:
+        """Where the agents of this machine are found; each machine has its own, should they share a disk."""
+        return self.path / f"agent-{machine}.json" if machine else self.agent
+
+    def secret_of(self, machine: int) -> Path:
+        return self.path / f"secret-{machine}" if machine else self.secret
+
     def log_of(self, role: str, number: int) -> Path:
         return self.logs / f"{role}-{number}.log"

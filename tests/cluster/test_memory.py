@@ -110,21 +110,25 @@ def test_what_is_forgotten_can_be_given_again(segments: Segments) -> None:
         os.fstat(old)
     assert segments.grant("group-3/memory-1", 3 * MIB, 2) == (Granted(3 * MIB), kept), "the other one stays"
     assert segments.grant("group-4/memory-1", 3 * MIB, 2)[0] == Granted(3 * MIB)
-    segments.forget(lambda name: "4" in name)
-    assert segments.grant("group-2/memory-1", MIB, 2)[0] == Granted(MIB), "of another size, too"
-    segments.forget(lambda name: False)
-    segments.forget(lambda name: True)
-    segments.forget(lambda name: True)
-    assert segments.grant("all", 8 * MIB, 2)[0] == Granted(8 * MIB)
+    segments.forget_before(6, pending=True)
+    assert segments.grant("group-3/memory-1", MIB, 2)[0] == Granted(MIB), "of another size, too"
+    assert isinstance(segments.grant("state-6", 8 * MIB, 2)[0], Refused)
+    segments.forget_before(9, pending=False)
+    segments.forget_before(9, pending=False)
+    assert segments.grant("state-9", 8 * MIB, 2)[0] == Granted(8 * MIB)
+    segments.forget_before(9, pending=True)
+    assert segments.grant("state-9", 8 * MIB, 2)[0] == Granted(8 * MIB), "somebody may still come for it"
+    segments.forget_before(9, pending=False)
+    assert segments.grant("group-9", 8 * MIB, 2)[0] == Granted(8 * MIB)
 
 
 def test_whoever_has_a_forgotten_segment_mapped_keeps_it(segments: Segments) -> None:
-    _, fd = segments.grant("a", 4096, 2)
+    _, fd = segments.grant("group-1", 4096, 2)
     assert fd is not None
     with mmap.mmap(fd, 4096) as held:
         held[:4] = b"held"
-        segments.forget(lambda name: True)
-        _, again = segments.grant("a", 4096, 2)
+        segments.forget_before(3, pending=False)
+        _, again = segments.grant("group-1", 4096, 2)
         assert again is not None
         with mmap.mmap(again, 4096) as fresh:
             assert fresh[:4] == b"\0\0\0\0"

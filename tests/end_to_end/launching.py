@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.store import Store
+from paceline.cluster.store import LocalStore
 from tests.leaks import end_processes_of
 
 TIMEOUT_S = 90
@@ -142,7 +142,7 @@ class Going:
     def leader(self) -> int:
         """The process that leads the run now."""
         known = json.loads((self.folder / "agent.json").read_text())
-        store = Store(Path(known["store"]))
+        store = LocalStore(Path(known["store"]))
         try:
             return store.read().pid
         finally:
