@@ -134,6 +134,11 @@ class Door:
     def half_open(self) -> int:
         return len(self._visitors)
 
+    @property
+    def restless(self) -> bool:
+        """Whether `expire` has something to do soon; else there is no need of a tick."""
+        return bool(self._visitors) or not self._listening
+
     def on_ready(self, now: float) -> list[Arrival]:
         """Go on with everybody who said something; those who have proved themselves now."""
         self._pace.pass_time(now)

@@ -29,6 +29,12 @@ class _Socket(ssl.SSLSocket):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
 
+    def recv_into(self, buffer: object, nbytes: int | None = None, flags: int = 0) -> int:
+        try:
+            return super().recv_into(buffer, nbytes, flags)  # type: ignore[arg-type]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
     def send(self, data: object, flags: int = 0) -> int:
         try:
             return super().send(data, flags)  # type: ignore[arg-type]
@@ -114,14 +120,28 @@ def _self_signed() -> tuple[bytes, bytes]:
     return certificate.public_bytes(serialization.Encoding.PEM), private
 
 
-def secure(sock: socket.socket) -> tuple[socket.socket, bytes]:
-    """The side that knocks: the same connection under TLS, and what the proofs must say of it."""
+def begin(sock: socket.socket) -> ssl.SSLSocket:
+    """The side that knocks: the same connection under TLS, once its `do_handshake` is through."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the proofs cover it, whoever signed it
-    wrapped = context.wrap_socket(sock)
+    return context.wrap_socket(sock, do_handshake_on_connect=False)
+
+
+def binding_of(wrapped: ssl.SSLSocket) -> bytes:
+    """What the proofs must say of this connection."""
     certificate = wrapped.getpeercert(binary_form=True)
     if certificate is None:
-        wrapped.close()
         raise ssl.SSLError("the other side showed no certificate")
-    return wrapped, _binding(certificate)
+    return _binding(certificate)
+
+
+def secure(sock: socket.socket) -> tuple[socket.socket, bytes]:
+    """Both at once, for one who waits."""
+    wrapped = begin(sock)
+    try:
+        wrapped.do_handshake()
+        return wrapped, binding_of(wrapped)
+    except BaseException:
+        wrapped.close()
+        raise

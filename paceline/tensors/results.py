@@ -82,7 +82,7 @@ class Results:
 def shared_sets(layout: Layout, count: int, allocate: Allocate) -> Sets:
     """Shared memory for so many sets of flats."""
     size = count * aligned(layout.nbytes)
-    return _sets_in(Segment(allocate(size), size), layout, count) if size else []
+    return _sets_in(Segment(allocate(size), size), layout, count) if size else [layout.allocate() for _ in range(count)]
 
 
 def _sets_in(segment: Segment, layout: Layout, count: int) -> Sets:

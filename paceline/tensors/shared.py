@@ -29,7 +29,7 @@ _OWN_LANES = 1  # before the caller's: for which points this worker wants a resu
 
 
 class SharedPeers:
-    reads_late = True
+    reads_late, ends_together = True, True
 
     def __init__(self, rank: int, size: int, name: str, allocate: Allocate, watch: Watch) -> None:
         self.rank, self.size = rank, size
@@ -80,8 +80,15 @@ class SharedPeers:
             segment = self._new_segment(self.size * row)
             self._lanes = [segment.words(worker * row, lanes) for worker in range(self.size)]
         if self._slabs is None or not self._slabs.fits(plan, layout):
-            self._slabs = Slabs(self.rank, self.size, layout, plan.most_parts, self._new_memory)
+            self._slabs = Slabs(self.rank, layout, self._slabs_needed(plan, layout), self._new_memory)
         self._begin()
+
+    def _slabs_needed(self, plan: Plan, layout: Layout) -> list[int]:
+        """For each worker. Who brings nothing needs none; the same layout never gets fewer than it had."""
+        needed = [plan.most_parts if plan.parts(worker) else 0 for worker in range(self.size)]
+        if self._slabs is None or self._slabs.layout is not layout:
+            return needed
+        return [max(pair) for pair in zip(needed, self._slabs.counts, strict=True)]
 
     def parts(self) -> Parts:
         assert self._slabs is not None

@@ -14,6 +14,7 @@ made while the gradient is still cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from paceline.tensors.layout import Layout
 from paceline.tensors.results import Allocate, Results, Sets, shared_sets
@@ -25,10 +26,12 @@ _LAST_BIT = 62
 
 
 class Slabs:
-    def __init__(self, rank: int, size: int, layout: Layout, parts: int, allocate: Allocate) -> None:
-        self._rank, self._size, self.layout, self._parts, self._allocate = rank, size, layout, parts, allocate
-        slabs = shared_sets(layout, size * parts, allocate)
-        self._slabs = [slabs[worker * parts : (worker + 1) * parts] for worker in range(size)]
+    """`counts`: how many partial sums each worker has room for."""
+
+    def __init__(self, rank: int, layout: Layout, counts: Sequence[int], allocate: Allocate) -> None:
+        self._rank, self._size, self.layout, self.counts, self._allocate = rank, len(counts), layout, counts, allocate
+        slabs = iter(shared_sets(layout, sum(counts), allocate))
+        self._slabs = [list(islice(slabs, count)) for count in counts]
         self._results: dict[tuple[int, int], Results] = {}
         self._sums: dict[tuple[int, Plan, tuple[int, ...], tuple[int, ...]], list[TreeSum]] = {}
         self.little = layout.nbytes <= _LITTLE_BYTES
@@ -36,7 +39,9 @@ class Slabs:
         """For which names this worker wants a result of its own: a bit each, the last for all that follow."""
 
     def fits(self, plan: Plan, layout: Layout) -> bool:
-        return layout is self.layout and plan.most_parts <= self._parts
+        return layout is self.layout and all(
+            len(plan.parts(worker)) <= count for worker, count in enumerate(self.counts)
+        )
 
     def parts(self, plan: Plan) -> Sets:
         """This worker's memory for its partial sums."""

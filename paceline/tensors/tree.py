@@ -86,7 +86,7 @@ class Root:
 class Plan:
     """Who adds what at one reduce point: the leaves of the tree, and the ranges of them each worker carries.
 
-    The ranges hold all leaves; or those of one machine, which follow each other (`among`).
+    The ranges hold all leaves; or those of one machine (`among`).
     """
 
     leaves: int
@@ -118,8 +118,12 @@ class Plan:
     def by_machine(self, sizes: tuple[int, ...]) -> Plan:
         """The same leaves with each machine, of so many workers, as one worker."""
         cuts = [sum(sizes[:machine]) for machine in range(len(sizes) + 1)]
-        machines = [self.ranges[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-        return Plan(self.leaves, tuple(((ranges[0][0][0], ranges[-1][-1][1]),) for ranges in machines))
+        return Plan(self.leaves, tuple(self.among(a, b).carried for a, b in zip(cuts, cuts[1:], strict=False)))
+
+    @cached_property
+    def carried(self) -> tuple[Range, ...]:
+        """All leaves of these workers, in order. After a death they need not be one range."""
+        return _runs(sorted(leaf for worker in range(len(self.ranges)) for leaf in self.leaves_of(worker)))
 
     def leaves_of(self, worker: int) -> list[int]:
         """In the order in which the worker takes them."""
@@ -151,12 +155,8 @@ class Plan:
     @cached_property
     def roots(self) -> tuple[Root, ...]:
         """The largest nodes these workers can add up: the whole tree, if they carry all of it."""
-        if sum(b - a for a, b in self.cover) == self.leaves:
-            nodes = [(0, self.leaves)] if self.leaves else []
-        else:
-            nodes = whole_subtrees(self.ranges[0][0][0], self.ranges[-1][-1][1], 0, self.leaves)
         roots = []
-        for a, b in nodes:
+        for a, b in [node for run in self.carried for node in whole_subtrees(*run, 0, self.leaves)]:
             sources = tuple(k for k, part in enumerate(self.cover) if a <= part[0] and part[1] <= b)
             roots.append(Root(sources, program(tuple(self.cover[k] for k in sources), (a, b))))
         return tuple(roots)

@@ -23,17 +23,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from paceline.cluster.listener import Listener
+from paceline.cluster.tls import Identity
 from paceline.errors import PeerLostError
 from paceline.tensors import mirror
 from paceline.tensors.group import GroupPeers, gloo
 from paceline.tensors.layout import Layout
-from paceline.tensors.machines import MachinePeers, watches
-from paceline.tensors.peers import Peers
+from paceline.tensors.machines import build as build_machines
+from paceline.tensors.mesh import Lines
+from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.shared import SharedPeers
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import same, tree_sum
 
-SEGMENTS = [f"machine-{machine}/memory-{number}" for machine in range(2) for number in range(1, 65)]
+SECRET = bytes(range(32))
+PLACES = ["group", *(f"group/machine-{machine}/{way}" for machine in range(2) for way in ("in", "out"))]
+SEGMENTS = [f"{place}/memory-{number}" for place in PLACES for number in range(1, 65)]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -305,9 +310,23 @@ SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
 
 
 def machine_sizes(kind: str, size: int) -> tuple[int, ...]:
-    """Workers of each machine: "machines" cuts in two halves, "machines-1" leaves the first one a single worker."""
-    first = 1 if kind == "machines-1" else (size + 1) // 2
+    """Workers of each machine: "mesh" gives each its own, "machines" cuts in two halves, "machines-1" leaves
+    the first one a single worker."""
+    if kind.startswith("mesh"):
+        return (1,) * size
+    first = 1 if kind.startswith("machines-1") else (size + 1) // 2
     return (first, size - first) if size > first else (size,)
+
+
+def addresses(folder: Path, rank: int, size: int, own: str) -> list[str]:
+    """Everybody's, by way of files."""
+    written = folder / f"{rank}.writing"
+    written.write_text(own)
+    written.rename(folder / f"{rank}.address")
+    files = [folder / f"{other}.address" for other in range(size)]
+    while not all(file.exists() for file in files):
+        time.sleep(0.001)
+    return [file.read_text() for file in files]
 
 
 def build(ask: dict[str, Any], rank: int, watch: Watch, segments: dict[str, int]) -> Peers:
@@ -319,19 +338,13 @@ def build(ask: dict[str, Any], rank: int, watch: Watch, segments: dict[str, int]
         return os.dup(fd)
 
     if ask["kind"] == "shared":
-        return SharedPeers(rank, size, "machine-0", allocate, watch)
-    if ask["kind"].startswith("machines"):
+        return SharedPeers(rank, size, "group", allocate, watch)
+    if ask["kind"] != "gloo":
+        listener = Listener("127.0.0.1", SECRET, Identity.make() if ask["kind"].endswith("-tls") else None)
         sizes = machine_sizes(ask["kind"], size)
-        machine = next(k for k in range(len(sizes)) if rank < sum(sizes[: k + 1]))
-        inside, between = watches(watch, machine, sizes)
-        local = SharedPeers(rank - sum(sizes[:machine]), sizes[machine], f"machine-{machine}", allocate, inside)
-        across = None
-        if local.rank == 0:
-            store = dist.FileStore(str(Path(ask["folder"], "store")), len(sizes))
-            control = gloo(dist.PrefixStore("control", store), machine, len(sizes))
-            data = gloo(dist.PrefixStore("data", store), machine, len(sizes))
-            across = GroupPeers(machine, len(sizes), data, control, between, device)
-        return MachinePeers(machine, sizes, local, across, watch)
+        everyone = addresses(Path(ask["folder"]), rank, size, listener.address)
+        leaders = [everyone[sum(sizes[:machine])] for machine in range(len(sizes))]
+        return build_machines(rank, sizes, "group", allocate, Lines(listener, leaders, SECRET), watch)
     store = dist.FileStore(str(Path(ask["folder"], "store")), size)
     control = gloo(dist.PrefixStore("control", store), rank, size)
     data = gloo(dist.PrefixStore("data", store), rank, size)

@@ -24,7 +24,7 @@ from tests.tensors.peers_worker import leaf_value, payload, tensors_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0
-KINDS = ["shared", "gloo", "machines", "machines-1"]
+KINDS = ["shared", "gloo", "mesh", "mesh-tls", "machines", "machines-1"]
 
 
 @pytest.fixture(scope="module")
