@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -42,6 +42,9 @@ from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
 from paceline.tensors.peers import Alone, Peers, TermEnded
 from paceline.watch.folder import DEFAULT_RUNS, RunFolder
+
+if TYPE_CHECKING:
+    from paceline.cluster.listener import Listener
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -78,6 +81,10 @@ class Session:
         self.link: LeaderLink | None = None
         self.recoveries = 0
         """Workers that the run has lost and gone on without, as of this view."""
+        self.homes: dict[int, int] = {0: 0}
+        """The machine of each member of this view."""
+        self.listener: Listener | None = None
+        """Where workers of other machines come in, if there may be any."""
         if self.ticket is None:
             self.folder = RunFolder.create(Path(os.environ.get("PACELINE_RUNS", DEFAULT_RUNS)), None)
             self.board = Board.create(1)
@@ -88,7 +95,9 @@ class Session:
             answer, fds = self.link.greet()
             assert isinstance(answer, Welcome)
             self.board = Board(fds[0], answer.rows)
-            self.view, self.recoveries = View(answer.term, tuple(answer.members)), answer.deaths
+            self._take_view(answer)
+            if self.ticket.host:
+                self._listen(self.ticket)
         self.joining = self.worker not in self.view.members
         """A newcomer: until it has entered a view it runs its script alone."""
         self.row: Row = self.board.row(self.worker)
@@ -98,6 +107,12 @@ class Session:
             signal.signal(signal.SIGTERM, lambda signum, frame: self.row.wishes_to_leave())
         self.device = _device(self.settings)
         torch.set_num_threads(self.settings.threads)
+
+    def _listen(self, ticket: Ticket) -> None:
+        from paceline.cluster.listener import Listener
+
+        self.listener = Listener(ticket.host, bytes.fromhex(ticket.secret))
+        self.ask(Put(f"link/{self.worker}", self.listener.address))
 
     def _link(self, ticket: Ticket) -> LeaderLink:
         def fence() -> int:
@@ -244,9 +259,12 @@ class Session:
         self.ask(Healed())
 
     def _take_view(self, answer: Any) -> None:
-        assert isinstance(answer, Next)
+        """Ranks follow the machines, in the order in which they first come; so main stays the first."""
+        assert isinstance(answer, Next | Welcome)
         self.recoveries = answer.deaths
-        self.view = View(answer.term, tuple(answer.members))
+        self.homes = dict(zip(answer.members, answer.homes, strict=True))
+        order = list(dict.fromkeys(answer.homes))
+        self.view = View(answer.term, tuple(sorted(answer.members, key=lambda member: order.index(self.homes[member]))))
 
     def peers(self) -> Peers:
         """The group of this view."""
@@ -257,6 +275,8 @@ class Session:
         self._name = f"group-{self.view.term}"
         if self.view.term == 1:
             self._name += f"-{_groups}"  # a script may train twice: nothing of the first is met again
+        if self.listener is not None:
+            return self._across_machines()
         transport = self.transport
         if transport == "shm":
             from paceline.tensors.shared import SharedPeers
@@ -271,6 +291,33 @@ class Session:
             return GroupPeers(self.rank, self.workers, data, control, self, torch.device("cpu"))
         data = nccl(PrefixStore("data", store), self.rank, self.workers)
         return GroupPeers(self.rank, self.workers, data, control, self, self.device)
+
+    def _across_machines(self) -> Peers:
+        from paceline.tensors.machines import build
+        from paceline.tensors.mesh import Lines
+
+        assert self.listener is not None and self.ticket is not None
+        members = self.view.members
+        machines = list(dict.fromkeys(self.homes[member] for member in members))
+        sizes = [sum(1 for member in members if self.homes[member] == machine) for machine in machines]
+        firsts = [next(m for m in members if self.homes[m] == machine) for machine in machines]
+        addresses = [self._fact(f"link/{first}") for first in firsts] if len(sizes) > 1 else []
+        lines = Lines(self.listener, addresses, bytes.fromhex(self.ticket.secret))
+        return build(self.rank, sizes, self._name, self.segment, lines, self)
+
+    def _fact(self, key: str) -> str:
+        """What another worker of this view has told; it may die before it does."""
+        assert self.link is not None
+
+        def check() -> None:
+            self._check_while_asking()
+            for member in self.view.members:
+                if self.board.gone(member):
+                    raise TermEnded(f"worker {member} is gone")
+
+        answer, _ = self.link.ask(Get(key), check)
+        assert isinstance(answer, Value)
+        return answer.value
 
     @property
     def transport(self) -> str:
@@ -348,6 +395,9 @@ class Session:
             self.link.tell(failed)
 
     def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
         if self.link is not None:
             self.link.close()
             self.link = None

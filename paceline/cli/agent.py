@@ -92,7 +92,9 @@ def _go_to(job: Job) -> None:
     if os.path.isdir(job.directory):
         os.chdir(job.directory)
     if not job.as_module and not os.path.exists(job.target):
-        raise UsageError(f"{job.target} is not on this machine (looked in {os.getcwd()}): put it where the first one has it")
+        raise UsageError(
+            f"{job.target} is not on this machine (looked in {os.getcwd()}): put it where the first one has it"
+        )
 
 
 class _Waiting:

@@ -138,12 +138,12 @@ def start(job: Job, folder: RunFolder, show: str) -> int:
 
 def _reach(job: Job, folder: RunFolder) -> Any:
     """How other machines find this one, if there are any."""
-    from paceline.cluster.rendezvous import Reach
+    from paceline.cluster.rendezvous import ONE_MACHINE, Reach
     from paceline.cluster.store import create_store
 
     settings = job.settings
     if not settings.listen or job.dry_run:
-        return Reach()
+        return ONE_MACHINE
     host, _, port = settings.listen.rpartition(":") if settings.listen.count(":") == 1 else (settings.listen, "", "0")
     run = ""
     if settings.store:

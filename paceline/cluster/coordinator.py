@@ -58,7 +58,13 @@ class Coordinator:
                 self.changed()
             case messages.Failed():
                 if not message.follows:
-                    self.fail(f"worker {worker}:" if worker >= 0 else "the run:", message.summary, message.traceback, message.exit_code, worker)
+                    self.fail(
+                        f"worker {worker}:" if worker >= 0 else "the run:",
+                        message.summary,
+                        message.traceback,
+                        message.exit_code,
+                        worker,
+                    )
             case messages.Stop(who, kill):
                 self.stop(who, _kill_words(who) if kill else who.words, kill)
             case messages.Scale(count):

@@ -38,9 +38,7 @@ class Leader:
     `door` is where other machines' agents come in, if there are any.
     """
 
-    def __init__(
-        self, node: Node, office: Office, journal: Journal, door: socket.socket | None = None
-    ) -> None:
+    def __init__(self, node: Node, office: Office, journal: Journal, door: socket.socket | None = None) -> None:
         self._node, self._office = node, office
         self._failed_at: float | None = None
         self._job, self._folder, self._board, self._crew = node.job, node.folder, node.board, node.crew

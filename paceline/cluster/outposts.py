@@ -83,7 +83,9 @@ class Outposts:
         number = self._number_of(asked.identity)
         if number is None:
             number = max(machines) + 1
-            machines[number] = Machine(asked.name, asked.identity, asked.places or self._job.share_of_places, here=False)
+            machines[number] = Machine(
+                asked.name, asked.identity, asked.places or self._job.share_of_places, here=False
+            )
             self._coordinator.save()
         peer.send(between.Described(number, self._run, self._job.encode(), self._store))
 

@@ -31,6 +31,9 @@ class Reach(msgspec.Struct, frozen=True):
     """The run's name in its store; nothing, if that is this machine's own."""
 
 
+ONE_MACHINE = Reach()
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     address: str
@@ -40,11 +43,11 @@ class Rendezvous:
     """What says which of the machine's agents speaks for it; on one machine the run's store too."""
     machine: int = 0
     gpus: tuple[str, ...] = ()
-    reach: Reach = Reach()
+    reach: Reach = ONE_MACHINE
 
     @staticmethod
     def create(
-        folder: RunFolder, machine: int = 0, gpus: tuple[str, ...] = (), reach: Reach = Reach(), known: bytes = b""
+        folder: RunFolder, machine: int = 0, gpus: tuple[str, ...] = (), reach: Reach = ONE_MACHINE, known: bytes = b""
     ) -> Rendezvous:
         """Fresh ones for a run that starts now. The secret, `known` or new, is for this user's eyes only."""
         left = folder.read_json(folder.agent_of(machine)).get("store")

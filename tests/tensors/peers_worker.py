@@ -31,7 +31,7 @@ from paceline.tensors.group import GroupPeers, gloo
 from paceline.tensors.layout import Layout
 from paceline.tensors.machines import build as build_machines
 from paceline.tensors.mesh import Lines
-from paceline.tensors.peers import Peers, TermEnded
+from paceline.tensors.peers import Peers
 from paceline.tensors.shared import SharedPeers
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import same, tree_sum
