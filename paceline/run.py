@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import socket
 import sys
 import time
 import warnings
@@ -238,7 +239,7 @@ class Run:
         if self._stepper is None:
             self._stepper = self._attach()
             if self.is_main and self._session.workers > 1:
-                self._session.notice(survival.words(self._session.transport, self.settings.checkpoint_every))
+                self._session.notice(survival.words(self._session.transport, self.settings, socket.gethostname()))
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:

@@ -71,7 +71,7 @@ def end_processes_of(folder: Path, grace_s: float = 0.0) -> list[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-    for known in folder.rglob("agent.json"):
+    for known in folder.rglob("agent*.json"):
         Path(json.loads(known.read_text())["store"]).unlink(missing_ok=True)
     return words
 

@@ -40,6 +40,8 @@ class Report(msgspec.Struct, tag=True):
     """Workers that have ended, as long as the journal does not say so: exit code and last phase."""
     leaving: list[int]
     """Workers that were told to go."""
+    going: bool
+    """The whole machine was told to go."""
     main_ready: bool
     rows: dict[int, bytes]
     """The board's rows of the workers that run."""

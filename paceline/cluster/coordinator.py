@@ -157,20 +157,27 @@ class Coordinator:
         else:
             self.save()
 
+    def machine_goes(self, number: int) -> None:
+        """It was told to go: nobody is started there any more."""
+        if self.journal.machines[number].here:
+            self._close_machine(number, "was told to go (SIGTERM)")
+
     def machine_went(self, number: int, why: str) -> None:
         """Nothing was heard of it for a lease: the run goes on without its workers, whatever they do."""
+        there = [worker for worker in self.journal.running if self.journal.homes[worker] == number]
+        if self.journal.machines[number].here or there:
+            self._close_machine(number, why)
+        for worker in there:
+            if not self.over and worker in self.journal.running:
+                self._give_up_on(worker, f"was lost with machine {number}")
+
+    def _close_machine(self, number: int, why: str) -> None:
         machine = self.journal.machines[number]
-        if not machine.here:
-            return
         machine.here = False
         self.membership.room = self.journal.room
         words = f"machine {number} ({machine.name}) {why}"
         self._folder.event("machine", words, machine=number, notice=words)
-        there = [worker for worker in self.journal.running if self.journal.homes[worker] == number]
         self.save()
-        for worker in there:
-            if not self.over and worker in self.journal.running:
-                self._give_up_on(worker, f"was lost with machine {number}")
 
     def _give_up_on(self, worker: int, why: str) -> None:
         if self.membership.standing[worker] is Standing.GONE:

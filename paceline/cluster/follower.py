@@ -104,12 +104,18 @@ class Follower:
             self._node.folder.event("over", "no coordinator was found again", machine=self._node.number)
             self._outcome = Ended(1)
         if self._signalled:
-            for number in self._node.crew.numbers:
-                self._node.board.row(number).wishes_to_leave()
+            self._go()
         if self._journal.failure is not None or self._journal.killed:
             self._failed_at = self._failed_at or now
             if now - self._failed_at > GRACE_S:
                 self._node.crew.kill_all()
+
+    def _go(self) -> None:
+        """This machine was told to end (SIGTERM): its workers leave at a step's end, and then it does."""
+        for number in self._node.crew.numbers:
+            self._node.board.row(number).wishes_to_leave()
+        if not self._node.crew.numbers and all(number in self._journal.exits for number in self._node.exits):
+            self._outcome = Ended(0)
 
     # the one that leads
 
@@ -171,6 +177,7 @@ class Follower:
                 crew.pids,
                 {k: (code, int(phase)) for k, (code, phase) in node.exits.items() if k not in self._journal.exits},
                 [number for number in crew.numbers if node.board.leaves(number)],
+                self._signalled,
                 node.board.main_ready,
                 {number: node.board.row_bytes(number) for number in crew.numbers},
             )

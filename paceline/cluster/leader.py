@@ -96,7 +96,7 @@ class Leader:
                 f"waiting for {self.journal.awaited - 1} more machines; on each of them: paceline agent --join "
                 f"{self._outposts.address} --secret-file {self._folder.secret}"
             )
-            self._folder.event("awaiting", words, notice=words)
+            self._folder.event("awaiting", words, address=self._outposts.address, notice=words)
 
     def _turn(self) -> None:
         # A plan of faults wants to be met to the step.

@@ -119,6 +119,8 @@ class Outposts:
         for number, (code, phase) in report.exits.items():
             if journal.homes.get(number) == machine:
                 coordinator.worker_ended(number, code, Phase(phase))
+        if report.going:
+            coordinator.machine_goes(machine)
         for number in report.leaving:
             if journal.homes.get(number) == machine:
                 coordinator.leaves(number)

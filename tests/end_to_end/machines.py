@@ -1,0 +1,112 @@
+"""Runs on several machines. Here these are one: each has agents of its own, and they meet over loopback.
+
+With a `Network` every machine is a network namespace, and its cables can be pulled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cluster.store import LocalStore
+from tests.end_to_end.launching import Going, environment, write_script
+from tests.leaks import end_processes_of, processes_of
+
+if TYPE_CHECKING:
+    from tests.network import Network
+
+_COMMAND = [sys.executable, "-m", "paceline"]
+
+
+class Spread(Going):
+    """A run on several machines; the first one is where it was started."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str], root: Path, network: Network | None) -> None:
+        super().__init__(folder, process)
+        self._root, self._network = root, network
+        self.agents: list[subprocess.Popen[str]] = []
+
+    def join(self, *flags: str) -> subprocess.Popen[str]:
+        """A further machine comes."""
+        address = self.wait_for(self.event("awaiting"), "the run's address")["address"]
+        secret = str(self.folder / "secret")
+        command = [*_COMMAND, "agent", "--join", address, "--secret-file", secret, "--runs", "runs", *flags]
+        agent = start(command, self._root, self._network, len(self.agents) + 1)
+        self.agents.append(agent)
+        return agent
+
+    def workers_on(self, machine: int) -> dict[int, int]:
+        """Workers that were started there and have not ended, with their processes."""
+        events = self.lines("events.jsonl")
+        ended = {event["worker"] for event in events if event["event"] == "worker ended"}
+        return {
+            event["worker"]: event["pid"]
+            for event in events
+            if event["event"] == "worker started" and event["machine"] == machine and event["worker"] not in ended
+        }
+
+    def agents_of(self, machine: int) -> list[int]:
+        """The agents of a machine, the one that speaks for it and its standby, in no order."""
+        mark = f"\0{machine}\0{self.folder}".encode()
+        return [pid for pid in processes_of(self.folder) if mark in _command_of(pid)]
+
+    def speakers(self) -> list[int]:
+        """For each machine, the agent that has it in hand."""
+        found = []
+        for path in sorted(self.folder.glob("agent*.json")):
+            with contextlib.closing(LocalStore(Path(json.loads(path.read_text())["store"]))) as store:
+                found.append(store.read().pid)
+        return found
+
+    def kill_machine(self, machine: int) -> None:
+        """Everything on it at once, as if its power were cut."""
+        log = f"nursery-{machine}.log" if machine else "nursery.log"
+        rest = [pid for pid in processes_of(self.folder) if log.encode() in _command_of(pid)]
+        for pid in (*self.agents_of(machine), *rest, *self.workers_on(machine).values()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def start(command: list[str], folder: Path, network: Network | None, machine: int) -> subprocess.Popen[str]:
+    if network is not None:
+        command = [*network.machine(machine).prefix, *command]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@contextmanager
+def spread(folder: Path, script: str, machines: int, *flags: str, network: Network | None = None) -> Iterator[Spread]:
+    """A run named `it` on so many machines, which have all joined."""
+    path = write_script(folder, script)
+    host = network.machine(0).address if network is not None else "127.0.0.1"
+    several = ["--machines", str(machines), "--listen", host]
+    command = [*_COMMAND, "run", "--runs", "runs", "--name", "it", *several, *flags, str(path)]
+    process = start(command, folder, network, 0)
+    run = Spread(folder / "runs" / "it", process, folder, network)
+    try:
+        for _ in range(machines - 1):
+            run.join()
+        yield run
+    finally:
+        if process.poll() is None or any(agent.poll() is None for agent in run.agents):
+            end_processes_of(folder, grace_s=5.0)
+        for one in (process, *run.agents):
+            one.communicate()
