@@ -43,7 +43,7 @@ def nccl(store: Any, rank: int, size: int) -> Any:
 class GroupPeers:
     """`data` moves the sums; `control` (Gloo) moves lanes and messages."""
 
-    reads_late = False
+    reads_late, ends_together = False, False
 
     def __init__(self, rank: int, size: int, data: Any, control: Any, watch: Watch, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device

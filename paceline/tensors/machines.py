@@ -47,7 +47,7 @@ def watches(watch: Watch, machine: int, sizes: tuple[int, ...]) -> tuple[Renamed
 class MachinePeers:
     """`sizes`: how many workers each machine has; `local`: this machine's; `across`: the leaders', for a leader."""
 
-    reads_late = True
+    reads_late, ends_together = True, False
 
     def __init__(
         self, machine: int, sizes: tuple[int, ...], local: SharedPeers, across: GroupPeers | None, watch: Watch

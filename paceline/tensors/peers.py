@@ -37,6 +37,9 @@ class Peers(Protocol):
     """Where the parts and the total lie."""
     reads_late: bool
     """Whether the parts are read only once all have met: until then they may still be changed."""
+    ends_together: bool
+    """Whether a death ends the term at the same meeting for all who remain. Else some may have completed
+    one meeting more than others; never more, for a meeting completes only once every member has entered it."""
 
     @property
     def waited_s(self) -> float:
@@ -82,7 +85,7 @@ class Memory:
 class Alone:
     """A group of one: the same interface, no one to wait for."""
 
-    rank, size, waited_s, reads_late = 0, 1, 0.0, True
+    rank, size, waited_s, reads_late, ends_together = 0, 1, 0.0, True, True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -29,7 +29,7 @@ _OWN_LANES = 1  # before the caller's: for which points this worker wants a resu
 
 
 class SharedPeers:
-    reads_late = True
+    reads_late, ends_together = True, True
 
     def __init__(self, rank: int, size: int, name: str, allocate: Allocate, watch: Watch) -> None:
         self.rank, self.size = rank, size
