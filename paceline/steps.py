@@ -274,8 +274,7 @@ class Stepper:
                 except TermEnded:
                     # What the point's first members have computed stands; the lost ones' shares come here too.
                     self.next_term()
-                    lost = [rank for rank, member in enumerate(members) if member not in self._session.view.members]
-                    rest = plan.without(frozenset(lost))
+                    rest = plan.passed_on(members, self._session.view.members)
                     due = self._strategy.carry_on(point, rest, kept)
                     self.redone += len(due)
                     mine = set(rest.leaves_of(self._peers.rank)) - set(due)

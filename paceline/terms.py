@@ -4,6 +4,12 @@ A term ends for a worker in one of two ways. A peer is gone: `TermEnded` comes o
 was waiting calls `next` and tries again with those who remain. Or all let a newcomer in, and the first of
 the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
 they cannot go on with fewer, at the place where they all are (`refill`).
+
+Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There
+every group begins with a word from all on how far they are, and who is behind gets what it missed
+(`tensors.remembering`): inside the wait that ended, so that its script sees nothing of it. The new group is
+then ready, and is entered at the same place by all: where they meet next; or behind the opening of the next
+reduce point, if somebody has opened it in the term before.
 """
 
 from __future__ import annotations
@@ -13,15 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from paceline.cluster.membership import View
 from paceline.data.order import mix
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, UsageError
 from paceline.session import Session
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.peers import Alone, Peers, TermEnded
+from paceline.tensors.remembering import Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
 
 _STATE, _WRITTEN = mix(201), mix(202)
-_DONOR = 0
 Result = TypeVar("Result")
 
 
@@ -45,12 +52,26 @@ class _Recovery:
         return f"agreed {agreed}, rebuilt {rebuilt}, gradients met {met}"
 
 
+@dataclass
+class _Ready:
+    """The next view and its group, whose members have all come to the same meeting."""
+
+    view: View
+    group: Peers
+    opened: int
+    """The term in which some have opened the next reduce point, until this worker has come to that; 0: none."""
+    recovery: _Recovery
+
+
 class Terms:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._peers: Peers | None = None
         self.on_peers: list[Callable[[Peers], None]] = []
         """Told whenever the group is another one."""
+        self._past = Past()
+        self._ready: _Ready | None = None
+        self._joining = False
         self._recovery: _Recovery | None = None
         self.catching_up = False
         """A newcomer that has not come to its first batch: what it meets before, the others have met already."""
@@ -61,13 +82,19 @@ class Terms:
         it has reached prepare()."""
         if self._peers is None:
             self._session.board.main_ready = True
-            self._peers = self._session.peers()
+            try:
+                self._peers = self._build()
+            except TermEnded:
+                self.next()
+        assert self._peers is not None
         return self._peers
 
     @property
     def meeting(self) -> Peers:
         """With whom to evaluate: a newcomer that catches up does so alone."""
-        return Alone(self._session.device) if self.catching_up else self.peers
+        if self.catching_up:
+            return Alone(self._session.device)
+        return self.next() if self._ready is not None else self.peers
 
     def gather(self, key: int, payload: Callable[[], bytes]) -> list[bytes]:
         """Everybody's payload, in the order of ranks, from all who are there in the end."""
@@ -81,15 +108,47 @@ class Terms:
             except TermEnded:
                 self.next()
 
+    # a peer is gone
+
     def next(self) -> Peers:
         """A peer is gone: go on with those who remain."""
-        noticed = time.monotonic()
-        self._session.next_view()
-        agreed = time.monotonic()
-        peers = self._with(self._session.peers())
-        first = self._recovery.noticed if self._recovery else noticed
-        self._recovery = _Recovery(first, agreed, time.monotonic())
-        return peers
+        ready = self._ready or self._settle()
+        if ready.opened and not self._past.opened:
+            term, ready.opened = ready.opened, 0
+            if term != self._session.view.term:
+                self._session.enter(term)  # an agreed one, that this worker would have come to; or has left in
+            return self._with(Ended(self._session.rank, self._session.workers, ready.group.device, term, self._past))
+        self._ready, self._session.view = None, ready.view
+        first = self._recovery or ready.recovery
+        self._recovery = _Recovery(first.noticed, ready.recovery.agreed, ready.recovery.rebuilt)
+        return self._with(self._remembered(ready.group))
+
+    def _settle(self) -> _Ready:
+        """Find the next view whose members all come to the same meeting. It is not entered yet: what is in hand may
+        have been completed by that, among the members of the last one."""
+        noticed, before = time.monotonic(), self._session.view
+        while True:
+            view = self._session.next_view()
+            agreed = time.monotonic()
+            try:
+                group = self._session.peers()
+                opened = self._sync(group, before.term)
+                break
+            except TermEnded:
+                continue
+            except OutrunError as outrun:
+                self._session.enter(outrun.term)  # a worker that is not in it leaves the run
+                raise
+        self._ready = _Ready(view, group, opened, _Recovery(noticed, agreed, time.monotonic()))
+        self._session.view = before
+        return self._ready
+
+    def _missed(self) -> bool:
+        """A wait of the group has ended with its term; whether its meeting is completed, by somebody who had."""
+        completed = self._past.completed
+        if not self._joining:
+            self._settle()
+        return self._past.completed > completed
 
     def committed(self, step: int) -> None:
         """A reduce point was met: if that was the first one after a loss, main says how long it took."""
@@ -103,20 +162,50 @@ class Terms:
                 workers=list(self._session.view.members),
             )
 
+    # groups
+
+    def _build(self) -> Peers:
+        """The group of the session's view, its members at the same meeting."""
+        group = self._session.peers()
+        opened = self._sync(group, self._session.view.term)
+        assert not opened, f"an agreed term begins, and a reduce point was opened in term {opened}"
+        return self._remembered(group)
+
+    def _sync(self, group: Peers, term: int) -> int:
+        if not group.ends_together:
+            return self._past.sync(group, term)
+        assert not self._past.completed, "a run whose groups end apart has no others: who remains would not wait for all"
+        return 0
+
+    def _remembered(self, group: Peers) -> Peers:
+        if group.ends_together:
+            return group
+        return Remembering(group, self._session.view.term, self._past, self._missed)
+
     def _with(self, peers: Peers) -> Peers:
         self._peers = peers
         for tell in self.on_peers:
             tell(peers)
         return peers
 
+    # newcomers
+
     def boundary(self, agreed: int, state: Stateful) -> None:
         """A step is over. Enter the term that all have agreed on, if it is a new one."""
+        if self._ready is not None:
+            self.next()
         if agreed > self._session.view.term:
             self._change(agreed, state)
 
     def refill(self, size: int, state: Stateful) -> None:
         """Wait until there are `size` workers. Whoever comes gets the state of right now: all are at this place."""
         while self.peers.size < size:
+            if not self.peers.ends_together:
+                raise UsageError(
+                    "a worker is gone, and in a loop without run.slots() nobody else can compute its share where a run is on "
+                    "several machines. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
+                    "from a checkpoint (`paceline resume`)"
+                )
             try:
                 self._change(self._session.announced(size), state)
             except TermEnded:
@@ -125,34 +214,38 @@ class Terms:
     def _change(self, term: int, state: Stateful) -> None:
         """Enter an announced view, as all others do here."""
         before = self._session.view.members
-        self._session.enter(term)
-        peers = self._with(self._session.peers())
-        if peers.size <= len(before):
-            return  # somebody has left: nobody needs anything
+        members = self._session.enter(term).members
         try:
-            self._hand_over(peers, state.capture() if peers.rank == _DONOR else None)
+            peers = self._with(self._build())
+            if all(member in before for member in members):
+                return  # somebody has left: nobody needs anything
+            donor = next(rank for rank, member in enumerate(members) if member in before)
+            self._hand_over(peers, state.capture() if peers.rank == donor else None)
         except TermEnded:
             self.next()
 
     def join(self, state: Stateful) -> None:
         """A newcomer enters: it gets the run's state before its first batch."""
         self._session.join()
-        peers = self._with(self._session.peers())
+        self._past.is_new()
+        self._joining = True
         try:
-            snapshot = self._hand_over(peers, None)
+            snapshot = self._hand_over(self._with(self._build()), None)
         except TermEnded as ended:
             raise PeerLostError(f"{ended}: this join was overtaken, and another worker will be started") from None
+        self._joining = False
         assert snapshot is not None
         state.restore(snapshot)
         self.catching_up = True
         self._session.healed()
 
     def _hand_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
-        """The donor's state, in shared memory, to the newcomer; the others only wait for it to be written."""
+        """The donor's state to the newcomer; the others only wait for it."""
+        if not peers.ends_together:
+            return self._send_over(peers, snapshot)
         size = snapshot.nbytes.to_bytes(8, "little") if snapshot else b""
-        size = peers.gather(_STATE, size)[_DONOR]
-        newcomer = peers.rank == peers.size - 1
-        if snapshot is None and not newcomer:
+        size = next(said for said in peers.gather(_STATE, size) if said)
+        if snapshot is None and not self._joining:
             peers.gather(_WRITTEN, b"")
             return None
         count = int.from_bytes(size, "little")
@@ -160,4 +253,10 @@ class Terms:
         if snapshot is not None:
             snapshot.write(memory.raw(0, count))
         peers.gather(_WRITTEN, b"")
-        return Snapshot.read(memory.raw(0, count)) if newcomer else None
+        return Snapshot.read(memory.raw(0, count)) if self._joining else None
+
+    def _send_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
+        """Through the group: they share no memory."""
+        said = peers.gather(_STATE, snapshot.to_bytes() if snapshot else b"")
+        self._past.forget()
+        return Snapshot.read(memoryview(next(filter(None, said)))) if self._joining else None

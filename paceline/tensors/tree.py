@@ -111,6 +111,17 @@ class Plan:
             tuple(ranges + _runs(orphans[a:b]) for ranges, (a, b) in zip(remaining, shares, strict=True)),
         )
 
+    def passed_on(self, members: Sequence[int], now: Sequence[int]) -> Plan:
+        """This plan of the workers `members`, as those of another view take it over: in their order, and who was not
+        there before has nothing.
+
+        >>> Plan.of(4, 2).passed_on((5, 6), (7, 6)).ranges
+        ((), ((2, 4), (0, 2)))
+        """
+        rest = self.without(frozenset(rank for rank, member in enumerate(members) if member not in now))
+        ranges = dict(zip((member for member in members if member in now), rest.ranges, strict=True))
+        return Plan(self.leaves, tuple(ranges.get(member, ()) for member in now))
+
     def among(self, first: int, last: int) -> Plan:
         """The part of the plan that these workers carry."""
         return Plan(self.leaves, self.ranges[first:last])

@@ -7,306 +7,30 @@ JSON on stdout answers when its workers are gone. Each worker leaves its result 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import random
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from paceline.cluster.listener import Listener
 from paceline.cluster.tls import Identity
-from paceline.errors import PeerLostError
-from paceline.tensors import mirror
 from paceline.tensors.group import GroupPeers, gloo
-from paceline.tensors.layout import Layout
 from paceline.tensors.machines import build as build_machines
 from paceline.tensors.mesh import Lines
 from paceline.tensors.peers import Peers
 from paceline.tensors.shared import SharedPeers
-from paceline.tensors.tree import Plan
-from tests.tensors.arithmetic import same, tree_sum
+from tests.tensors.scenarios import SCENARIOS, Common, Watch
 
 SECRET = bytes(range(32))
 PLACES = ["group", *(f"group/machine-{machine}/{way}" for machine in range(2) for way in ("in", "out"))]
 SEGMENTS = [f"{place}/memory-{number}" for place in PLACES for number in range(1, 65)]
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-class Mismatch(Exception):
-    """The watch was told of a mismatch."""
-
-
-class Ended(Exception):
-    """The watch ended a wait."""
-
-
-class Watch:
-    """Counts its calls; ends a wait once `patience` of them have been made."""
-
-    def __init__(self) -> None:
-        self.calls, self.laggards, self.patience = 0, set[int](), 1 << 60
-
-    def check(self, seconds: float, laggard: int) -> None:
-        self.calls += 1
-        self.laggards.add(laggard)
-        if self.calls >= self.patience:
-            raise Ended
-
-    def mismatch(self, others: list[int]) -> NoReturn:
-        raise Mismatch(json.dumps(others))
-
-
-def leaf_value(shape: tuple[int, ...], dtype: torch.dtype, *which: int) -> torch.Tensor:
-    """What a leaf contributes: any process can draw it again."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(which).encode()).digest()[:6]))
-    return torch.randn(shape, generator=generator, dtype=dtype) * 10.0 ** (which[-1] % 5)
-
-
-def tensors_of(ask: dict[str, Any]) -> list[torch.Tensor]:
-    return [torch.empty(shape, dtype=DTYPES[dtype]) for shape, dtype in ask["tensors"]]
-
-
-# scenarios: (peers, watch, what was asked) → a result
-
-
-def totals(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """One reduce point for each number of leaves; everybody's result and lanes."""
-    tensors = tensors_of(ask)
-    layout = Layout.of(tensors, ask.get("count"), bucket_bytes=ask.get("bucket_bytes", 1 << 18))
-    results = []
-    for turn, leaves in enumerate(ask["leaves"]):
-        plan = Plan.of(leaves, peers.size)
-        peers.open(plan, layout, 2)
-        parts = peers.parts()
-        if ask.get("early"):
-            for flats in parts:
-                for flat in flats:
-                    flat.fill_(-1.0)
-            _post_all(peers, layout)
-        for flats, (a, b) in zip(parts, plan.parts(peers.rank), strict=True):
-            for index, view in enumerate(layout.views(flats)):
-                values = [leaf_value(tuple(view.shape), view.dtype, turn, index, leaf) for leaf in range(a, b)]
-                view.copy_(tree_sum(values))
-        if not ask.get("early"):
-            _post_all(peers, layout)
-        rows = peers.exchange(turn, np.array([peers.rank * 10 + turn, -1 << 62], dtype=np.int64))
-        if ask.get("early"):
-            peers.repost(range(len(layout.buckets)))
-        out = peers.total(turn, ask["divisor"])
-        # The result is private: another's writing in the next turn must not reach it.
-        results.append({"views": layout.views(out), "rows": rows.tolist()})
-    for result in results:
-        result["views"] = [view.contiguous() for view in result["views"]]
-    return results
-
-
-def _post_all(peers: Peers, layout: Layout) -> None:
-    for bucket in range(len(layout.buckets)):
-        peers.post(bucket)
-
-
-def payload(rank: int, size: int) -> bytes:
-    return hashlib.shake_128(bytes([rank])).digest(size)
-
-
-def gather(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    said = []
-    for turn, sizes in enumerate(ask["sizes"]):
-        got = peers.gather(turn, payload(peers.rank, sizes[peers.rank]))
-        assert all(type(part) is bytes for part in got)
-        said.append([[len(part), hashlib.sha256(part).hexdigest()] for part in got])
-    return said
-
-
-def rounds(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """Sums and messages in turn, each worker late by its own small random delays; the rounds it got wrong."""
-    rng = random.Random(ask["seed"] * 100 + peers.rank)
-    layout = Layout.of([torch.empty(5), torch.empty(ask["large"])])
-    wrong = []
-    for turn in range(ask["rounds"]):
-        kind = turn % 3
-        if rng.random() < 0.3:
-            time.sleep(rng.random() * 0.003)
-        if kind == 2:
-            got = peers.gather(turn, f"{turn}:{peers.rank}".encode() * (1 + turn % 5))
-            if got != [f"{turn}:{worker}".encode() * (1 + turn % 5) for worker in range(peers.size)]:
-                wrong.append(turn)
-            continue
-        leaves = peers.size + turn % 4
-        plan = Plan.of(leaves, peers.size)
-        peers.open(plan, layout, 1)
-        parts = peers.parts()
-        for flats, (a, b) in zip(parts, plan.parts(peers.rank), strict=True):
-            flats[0].fill_(sum(leaf + turn for leaf in range(a, b)))
-        _post_all(peers, layout)
-        if rng.random() < 0.2:
-            time.sleep(rng.random() * 0.003)
-        rows = peers.exchange(turn, np.array([turn * 100 + peers.rank], dtype=np.int64))
-        if rng.random() < 0.2:
-            time.sleep(rng.random() * 0.003)
-        out = peers.total(turn % 2, 1.0)
-        want = float(sum(leaf + turn for leaf in range(leaves)))
-        fine = bool((out[0] == want).all())
-        if not fine or rows[:, 0].tolist() != [turn * 100 + worker for worker in range(peers.size)]:
-            wrong.append(turn)
-    return wrong
-
-
-def keys(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """Every worker comes to the meeting of its own key, by a reduce point or by a gather."""
-    key, way = ask["keys"][peers.rank], ask["ways"][peers.rank]
-    watch.patience = 100  # a second, where the machine that knows is another one: the run's abort word ends it there
-    try:
-        if way == "gather":
-            peers.gather(key, b"hello")
-        else:
-            layout = Layout.of([torch.empty(3)])
-            peers.open(Plan.of(peers.size, peers.size), layout, 6)
-            peers.post(0)
-            peers.exchange(key, np.arange(6, dtype=np.int64))
-    except (PeerLostError, Ended):
-        return "gave up"
-    except Mismatch as error:
-        return json.loads(str(error))
-    return "met"
-
-
-def ended(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """Worker 0 waits and its watch soon ends the wait; the others come only when it is over, or never."""
-    over = Path(ask["folder"], "over")
-    if peers.rank:
-        deadline = time.monotonic() + ask["patience_s"]
-        while not over.exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return None
-    watch.calls, watch.patience = 0, 3
-    start = time.monotonic()
-    try:
-        peers.gather(1, b"")
-        how = "met"
-    except Ended:
-        how = "ended by the watch"
-    except PeerLostError:
-        how = "peer lost"
-    took = time.monotonic() - start
-    over.touch()
-    return {"how": how, "seconds": took, "laggards": sorted(watch.laggards), "waited_s": peers.waited_s}
-
-
-def death(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """The last worker dies before a meeting; what the others' wait comes to."""
-    peers.gather(1, b"")
-    if peers.rank == peers.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    watch.calls, watch.patience = 0, 50  # half a second of waiting, where the transport cannot know
-    try:
-        peers.gather(2, b"")
-    except PeerLostError:
-        return "peer lost"
-    except Ended:
-        return "ended by the watch"
-    return "met"
-
-
-def _change(way: str, flats: list[torch.Tensor], point: int) -> None:
-    """What a script does to its gradients."""
-    for flat in flats:
-        match way:
-            case "scale":
-                flat.mul_(0.5)
-            case "data":
-                flat.data.fill_(float("nan"))
-            case "numpy":
-                flat.numpy()[:] = -1.0
-            case "one":
-                flat.numpy()[point * 1100 % len(flat)] = float("nan")
-            case "half":
-                flat[: len(flat) // 2].zero_()
-            case _:
-                assert way == "leave", way
-
-
-def changes(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """Steps of several reduce points. After each, every worker changes its result in its own way.
-
-    `ways`: for each worker and point. Returns what was wrong, and where the results lay.
-    """
-    layout, calls = Layout.of(tensors_of(ask)), ask["calls"]
-    plan = Plan.of(peers.size + 1, peers.size)
-    wrong: list[str] = []
-    places = []
-    kept: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    if peers.rank in ask.get("blind", []):
-        mirror._PAGEMAP = "/dev/null"
-    drawn = [
-        [leaf_value((count,), dtype, number, leaf) for leaf in range(plan.leaves)]
-        for number, (dtype, count) in enumerate(layout.flats)
-    ]
-
-    def sum_of(flat: int, point: int, a: int, b: int) -> torch.Tensor:
-        return tree_sum([value * (1.0 + point) for value in drawn[flat][a:b]])
-
-    for point in range(ask["turns"] * calls):
-        call = point % calls
-        peers.open(plan, layout, 1)
-        for flats, part in zip(peers.parts(), plan.parts(peers.rank), strict=True):
-            for number, flat in enumerate(flats):
-                flat.copy_(sum_of(number, point, *part))
-        _post_all(peers, layout)
-        peers.exchange(point, np.zeros(1, dtype=np.int64))
-        out = peers.total(call, 2.0)
-        if not all(same(flat, sum_of(number, point, 0, plan.leaves) / 2.0) for number, flat in enumerate(out)):
-            wrong.append(f"the sum of point {point}")
-        _change(ask["ways"][peers.rank][point], out, point)
-        kept[call] = out, [flat.clone() for flat in out]
-        places.append(out[0].data_ptr())
-        peers.gather(point, b"")  # all have made their changes
-        for other, (flats, copies) in kept.items():
-            if not all(same(flat, copy) for flat, copy in zip(flats, copies, strict=True)):
-                wrong.append(f"what this worker made of call {other}, behind point {point}")
-    return {"wrong": wrong, "places": places}
-
-
-def death_behind_a_change(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
-    """All change their results; the last one dies before the next point. What became of the others' results."""
-    layout, plan = Layout.of(tensors_of(ask)), Plan.of(peers.size, peers.size)
-    for turn in range(3):
-        peers.open(plan, layout, 1)
-        for flat in peers.parts()[0]:
-            flat.fill_(turn + 1)
-        _post_all(peers, layout)
-        if turn == 2 and peers.rank == peers.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            if turn == 2:
-                watch.calls, watch.patience = 0, 50
-            peers.exchange(turn, np.zeros(1, dtype=np.int64))
-            out = peers.total(0, 1.0)
-        except (PeerLostError, Ended):
-            return [flat.unique().tolist() for flat in out]
-        for flat in out:
-            flat.add_(0.5 + peers.rank)
-        peers.gather(turn, b"")
-    return "met"
-
-
-SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
-    function.__name__: function
-    for function in (totals, gather, rounds, changes, keys, ended, death, death_behind_a_change)
-}
-
-
-# processes
 
 
 def machine_sizes(kind: str, size: int) -> tuple[int, ...]:
@@ -351,12 +75,12 @@ def build(ask: dict[str, Any], rank: int, watch: Watch, segments: dict[str, int]
     return GroupPeers(rank, size, data, control, watch, device)
 
 
-def work(ask: dict[str, Any], rank: int, segments: dict[str, int]) -> None:
+def work(ask: dict[str, Any], rank: int, segments: dict[str, int], common: Common) -> None:
     code = 0
     result: dict[str, Any] = {}
     try:
         torch.set_num_threads(1)
-        watch = Watch()
+        watch = Watch(common)
         peers = build(ask, rank, watch, segments)
         peers.gather(-1, b"")  # all are connected: who leaves soon breaks nobody's building of the group
         result["value"] = SCENARIOS[ask["scenario"]](peers, watch, ask)
@@ -373,11 +97,12 @@ def work(ask: dict[str, Any], rank: int, segments: dict[str, int]) -> None:
 def serve(ask: dict[str, Any]) -> dict[str, Any]:
     """Fork the workers, wait for all; those still there at the deadline are killed and named."""
     segments = {name: os.memfd_create(name) for name in SEGMENTS}
+    common = Common(ask["size"])
     pids = []
     for rank in range(ask["size"]):
         pid = os.fork()
         if pid == 0:
-            work(ask, rank, segments)
+            work(ask, rank, segments, common)
         pids.append(pid)
     for fd in segments.values():
         os.close(fd)
@@ -385,7 +110,11 @@ def serve(ask: dict[str, Any]) -> dict[str, Any]:
     deadline = time.monotonic() + ask["limit_s"]
     hung: list[int] = []
     while living:
-        living = {rank: pid for rank, pid in living.items() if not os.waitpid(pid, os.WNOHANG)[0]}
+        for rank, pid in list(living.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del living[rank]
+                common.gone[rank] = os.WIFSIGNALED(status)
         if living and not hung and time.monotonic() > deadline:
             hung = sorted(living)
             for pid in living.values():

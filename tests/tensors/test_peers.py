@@ -20,11 +20,11 @@ from paceline.tensors.layout import Layout, sum_dtype
 from paceline.tensors.peers import Alone, check_keys
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import same, tree_sum
-from tests.tensors.peers_worker import leaf_value, payload, tensors_of
+from tests.tensors.scenarios import leaf_value, payload, tensors_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0
-KINDS = ["shared", "gloo", "mesh", "mesh-tls", "machines", "machines-1"]
+KINDS = ["shared", "gloo", "mesh", "machines", "machines-1"]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,11 @@ def test_buckets_that_left_too_early_are_sent_again(run: Run, tensors: Any) -> N
     check_totals(run, 3, tensors=tensors, leaves=[3, 7, 4], divisor=1.0, early=True, bucket_bytes=1 << 16)
 
 
+@pytest.mark.parametrize("lost", [[0], [1], [3], [1, 2]])
+def test_totals_are_the_trees_when_those_who_remain_carry_a_lost_ones_leaves(run: Run, lost: list[int]) -> None:
+    check_totals(run, 3, tensors=SMALL, leaves=[8, 13], divisor=3.0, lost=lost)
+
+
 def test_a_bucket_of_nothing_is_no_obstacle(run: Run) -> None:
     """A model whose only buffer is empty (`register_buffer("device", torch.empty(0))`) has such a bucket."""
     tensors = [([4], "float32"), ([0], "float32")]
@@ -193,6 +198,33 @@ def test_a_death_ends_the_others_wait(run: Run) -> None:
     results = run("death", 3)
     assert results[2] == "gone"
     assert set(results[:2]) <= {"peer lost", "ended by the watch"}
+
+
+# a death in the middle, of groups that live between machines
+
+SEVERAL = ["mesh", "mesh-tls", "machines", "machines-1", "machines-tls"]
+
+
+@pytest.mark.parametrize("kind", ["shared", *SEVERAL], indirect=True)
+@pytest.mark.parametrize("turn", range(4))
+def test_a_kill_in_the_middle_of_anything_ends_the_term_for_all(run: Run, kind: str, seed: int, turn: int) -> None:
+    """Those who remain have completed the same meetings, or one more, and nothing of them is wrong."""
+    dice = random.Random(f"{seed} {kind} {turn}")
+    size = dice.choice([2, 3, 4])
+    victim, count = dice.randrange(size), dice.choice([100, 2_000_000])
+    actions = dice.randrange(1, 400 if count > 100 else 100)
+    print(f"{size} workers, worker {victim} dies at action {actions}, {count} elements")
+    results = run("killed", size, victim=victim, count=count, actions=actions)
+    assert results.pop(victim) == "gone"
+    assert [result["wrong"] for result in results] == [[]] * len(results)
+    done = [result["done"] for result in results]
+    assert max(done) - min(done) <= (0 if kind == "shared" else 1)
+
+
+@pytest.mark.parametrize("kind", ["mesh-tls", "machines-tls"], indirect=True)
+def test_under_tls_it_is_the_same(run: Run, seed: int) -> None:
+    check_totals(run, 3, tensors=LARGE, leaves=[3, 7], divisor=3.0)
+    assert run("rounds", 3, rounds=30, large=70_000, seed=seed) == [[]] * 3
 
 
 # results that scripts change in place

@@ -1,0 +1,253 @@
+"""A little training script, as a worker of the simulated run lives it: the real Terms, Stepper and AllReduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from paceline.cluster.membership import View
+from paceline.data.receipts import Tally
+from paceline.errors import Departed
+from paceline.replica import Replica
+from paceline.state.snapshot import Snapshot
+from paceline.steps import Stepper
+from paceline.strategies.allreduce import AllReduce
+from paceline.tensors.peers import Alone, Peers
+from paceline.terms import Terms
+from tests.several.mesh import CPU, Mesh
+from tests.several.world import Board, World
+
+_FIRST, _EVALUATION, _LAST = 31, 32, 33
+_EVALUATED = 5
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the script does: as many steps, shares a point (one or two points a step), and the rest."""
+
+    steps: int = 4
+    points: tuple[int, ...] = (4,)
+    evaluates: bool = False
+    sparse: bool = False
+
+
+@dataclass
+class Result:
+    """What a worker has when it is done; of each step that it was there for."""
+
+    weights: list[bytes] = field(default_factory=list)
+    delivered: dict[int, Tally] = field(default_factory=dict)
+    evaluated: dict[int, list[float]] = field(default_factory=dict)
+
+
+class Row:
+    def enter(self, phase: Any) -> None: ...
+    def progress(self, *where: int) -> None: ...
+
+
+class Session:
+    """The parts of a session that terms and steppers use, over a simulated world; or alone, without one."""
+
+    slower, at, device, joining = 1.0, "", CPU, False
+
+    def __init__(self, world: World | None, worker: int, slots: int) -> None:
+        self._world, self.worker = world, worker
+        self.settings = SimpleNamespace(slots=slots, seed=7)
+        self.row, self.view = Row(), View(1, (0,))
+        self.folder = SimpleNamespace(event=lambda *words, **facts: None)
+        if world is not None:
+            self.view = world.journal.views[1]
+            self.joining = worker not in self.view.members
+
+    @property
+    def board(self) -> Any:
+        """A worker whose term has been overtaken agrees to no other before it has gone on."""
+        board = self._world.boards[self.worker] if self._world is not None else Board()
+        return SimpleNamespace(main_ready=True, next_term=0 if board.overtaken > self.view.term else board.next_term)
+
+    @property
+    def overtaken(self) -> bool:
+        return self._world is not None and self._world.boards[self.worker].overtaken > self.view.term
+
+    @property
+    def rank(self) -> int:
+        return self.view.members.index(self.worker)
+
+    @property
+    def workers(self) -> int:
+        return len(self.view.members)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def _ask(self, answer: Callable[[], View | None], asked: str) -> View:
+        assert self._world is not None
+        self._world.wait(self.worker, lambda: answer() is not None, asked)
+        view = answer()
+        assert view is not None
+        return view
+
+    def _tell(self, decide: Callable[[], Any], told: str) -> None:
+        assert self._world is not None
+        world, done = self._world, []
+        world.news.append(lambda: done.append(world.follow_up(decide())))
+        world.wait(self.worker, lambda: bool(done), told)
+
+    def next_view(self) -> View:
+        assert self._world is not None
+        journal, term = self._world.journal, self.view.term
+        self.view = self._ask(lambda: journal.views.get(journal.after.get(term, 0)), f"asks for what is after {term}")
+        assert self.worker in self.view.members, "a worker that is not in the run any more has been killed"
+        return self.view
+
+    def enter(self, term: int) -> View:
+        assert self._world is not None
+        self.view = self._world.journal.views[term]
+        if self.worker not in self.view.members:
+            raise Departed
+        return self.view
+
+    def join(self) -> View:
+        assert self._world is not None
+        membership = self._world.journal.membership
+
+        def pending() -> View | None:
+            return membership.pending if membership.pending and self.worker in membership.pending.members else None
+
+        self._tell(lambda: membership.ready(self.worker), "is ready")
+        self.view, self.joining = self._ask(pending, "waits to join"), False
+        return self.view
+
+    def healed(self) -> None:
+        assert self._world is not None
+        self._tell(lambda: self._world.journal.membership.healed(self.worker), "is healed")  # type: ignore[union-attr]
+
+    def peers(self) -> Peers:
+        if self._world is None or self.joining:
+            return Alone(CPU)
+        return Mesh(self._world, self.worker, self.view.term, self.view.members)
+
+
+class Net(nn.Module):
+    """Parameters that only some shares touch, a buffer that all move, and perhaps a table with sparse gradients."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        self.first = nn.Parameter(torch.randn(6, 5, generator=generator))
+        self.second = nn.Parameter(torch.randn(5, generator=generator))
+        self.rare = nn.Parameter(torch.randn(5, generator=generator))
+        self.register_buffer("mean", torch.zeros(5))
+        self.table = nn.Embedding(9, 5, sparse=True, _weight=torch.randn(9, 5, generator=generator)) if sparse else None
+
+    def forward(self, number: int) -> torch.Tensor:
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number))
+        hidden = torch.tanh(x @ self.first)
+        if self.table is not None:
+            hidden = hidden + self.table(torch.tensor([number % 9, number * 7 % 9, 2]))
+        if self.training:
+            assert isinstance(self.mean, torch.Tensor)
+            self.mean += 0.1 * hidden.detach().mean(0)
+        out = hidden @ self.second
+        return (out + hidden @ self.rare if number % 3 == 0 else out).square().mean()
+
+
+class Worker:
+    def __init__(self, session: Session, script: Script) -> None:
+        self._session, self._script = session, script
+        self.terms = Terms(session)  # type: ignore[arg-type]
+        self.model, self.result = Net(script.sparse), Result()
+        self._replica = Replica(CPU)
+        self._replica.add_model(self.model)
+        self._momentum = [torch.zeros_like(param) for param in self._replica.params]
+        if not session.joining:
+            self.terms.gather(_FIRST, lambda: b"here")
+        strategy = AllReduce()
+        strategy.attach(self._replica, self.terms.peers, True, None)
+        self._stepper = Stepper(session, self.terms.peers, strategy, False)  # type: ignore[arg-type]
+        self.terms.on_peers = [strategy.meet, self._stepper.meet]
+        self._stepper.next_term = self.terms.next
+        self._stepper.committed = lambda codes: self.terms.committed(self._stepper.step)
+        self._stepper.delivered = lambda batch, tally: self.result.delivered.update({self._stepper.step: tally})  # type: ignore[dict-item]
+        self._close = strategy.close
+        if session.joining:
+            self.terms.join(self)
+
+    # what a newcomer gets
+
+    def capture(self) -> Snapshot:
+        tensors = [*self._replica.params, *self._replica.buffers, *self._momentum]
+        return Snapshot([self._stepper.step, [tensor.detach() for tensor in tensors]])
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._stepper.step, theirs = snapshot.tree
+        tensors = [*self._replica.params, *self._replica.buffers, *self._momentum]
+        with torch.no_grad():
+            for mine, value in zip(tensors, theirs, strict=True):
+                mine.copy_(value)
+
+    # the script
+
+    def train(self) -> Result:
+        try:
+            self.terms.catching_up = False
+            for step in range(self._stepper.step, self._script.steps):
+                self._stepper.begin(None)
+                for call, leaves in enumerate(self._script.points):
+                    for leaf in self._stepper.shares(leaves):
+                        self.model(1000 * step + 100 * call + leaf).backward()
+                    self._update()
+                if self._script.evaluates and step % 2 == 0:
+                    self.result.evaluated[step] = self.terms.through(self._evaluate)
+                self._stepper.end()
+                self.terms.boundary(self._stepper.agreed_term, self)
+            digest = self._replica.weights_sha256().encode()
+            assert set(self.terms.gather(_LAST, lambda: digest)) == {digest}
+        finally:
+            self._close()
+        self.result.weights = [t.detach().numpy().tobytes() for t in [*self._replica.params, *self._replica.buffers]]
+        return self.result
+
+    def _update(self) -> None:
+        """By hand, with the gradients changed in place as clipping does."""
+        with torch.no_grad():
+            for param, momentum in zip(self._replica.params, self._momentum, strict=True):
+                if param.grad is not None:
+                    grad = param.grad.mul_(0.5).to_dense() if param.grad.is_sparse else param.grad.mul_(0.5)
+                    momentum.mul_(0.9).add_(grad)
+                    param.sub_(momentum, alpha=0.1)
+                param.grad = None
+
+    def _evaluate(self) -> list[float]:
+        meeting = self.terms.meeting
+        self.model.eval()
+        with torch.no_grad():
+            mine = [(k, self.model(90 + k).item()) for k in range(meeting.rank, _EVALUATED, meeting.size)]
+        self.model.train()
+        said = self.terms.meeting.gather(_EVALUATION, msgspec.msgpack.encode(mine))
+        parts = [part for raw in said for part in msgspec.msgpack.decode(raw, type=list[tuple[int, float]])]
+        return [value for _, value in sorted(parts)]
+
+
+def undisturbed(script: Script) -> Result:
+    return Worker(Session(None, 0, script.points[0]), script).train()
+
+
+def live(script: Script, results: dict[int, Result]) -> Callable[[World, int], None]:
+    """A worker's life in the simulated run. Who is done stays until all are: others may need what it has."""
+
+    def of(world: World, number: int) -> None:
+        session = Session(world, number, script.points[0])
+        worker = Worker(session, script)
+        results[number] = worker.train()
+        while not world.linger(number, lambda: session.overtaken):
+            worker.terms.next()
+
+    return of
