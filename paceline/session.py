@@ -169,6 +169,11 @@ class Session:
         return self.board.slow(self.worker)
 
     @property
+    def apart(self) -> bool:
+        """Whether workers may be on several machines, in this term or another."""
+        return self.listener is not None
+
+    @property
     def launched(self) -> bool:
         return self.ticket is not None
 

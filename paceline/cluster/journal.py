@@ -56,6 +56,8 @@ class Journal(msgspec.Struct):
     """Workers that are to be ended."""
     buried: list[int] = []
     """Workers that nobody waits for any more: dead, or on a machine that was lost."""
+    led_from: int = 0
+    """The machine of the agent that leads."""
     main_ready: bool = False
     """Main has come to prepare()."""
     deaths: int = 0

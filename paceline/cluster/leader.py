@@ -79,6 +79,7 @@ class Leader:
                 self._outposts.close()
 
     def _begin(self) -> None:
+        self.journal.led_from = self._node.number
         self._coordinator.save()
         if self._office.fence == 1:
             self._folder.event("launched", self._job.words, workers=self._job.workers)

@@ -20,6 +20,7 @@ from paceline.cluster.journal import Machine
 from paceline.cluster.node import Node
 
 _END_S = 1.0
+_LAST_CALL_S = 0.2
 
 
 class Outposts:
@@ -35,6 +36,8 @@ class Outposts:
         now, machines = time.monotonic(), coordinator.journal.machines
         self._heard = {number: now for number, machine in machines.items() if machine.here and number != node.number}
         """When each of the other machines was last heard of: a new leader gives them a lease's time to come."""
+        if coordinator.journal.led_from in self._heard:  # it was silent for a lease before another one could lead
+            self._heard[coordinator.journal.led_from] = now - node.job.settings.lease + _LAST_CALL_S
 
     @property
     def address(self) -> str:
