@@ -78,13 +78,13 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, cluster: str, *flags: str) -> None:
+    def start(self, cluster: str, flags: Sequence[str]) -> None:
         """Begin to start: with others to meet, nobody is ready before most are there."""
         self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         notify = self._folder / f"{self.name}.ready"
         notify.unlink(missing_ok=True)
         self._ready.bind(str(notify))
-        client = f"http://{self.endpoint}"
+        client = f"{'https' if '--cert-file' in flags else 'http'}://{self.endpoint}"
         command = [
             *("setpriv", "--pdeathsig", "KILL"),  # a killed test session leaves none behind
             *(str(binary()), "--name", self.name, "--data-dir", str(self._folder / self.name)),
@@ -149,12 +149,14 @@ class Etcd:
 
     @property
     def address(self) -> str:
-        return "etcd://" + ",".join(server.endpoint for server in self.servers)
+        return ("etcds://" if "--cert-file" in self._flags else "etcd://") + ",".join(
+            server.endpoint for server in self.servers
+        )
 
     def start(self, *servers: Server) -> None:
         """These, or all; they serve when this returns."""
         for server in servers or self.servers:
-            server.start(self._cluster, *self._flags)
+            server.start(self._cluster, self._flags)
         for server in servers or self.servers:
             server.wait()
 
