@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.cluster.journal import Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start
-from paceline.errors import Departed
+from paceline.errors import Departed, OvertakenError
 
 _PATIENCE_S = 30.0
 
@@ -47,6 +47,7 @@ class Actor:
         self.until: Callable[[], bool] = lambda: True
         self.doing = "starting"
         self.killed = self.over = self.left = self.lingers = False
+        self.overtaken: OvertakenError | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -60,6 +61,8 @@ class Actor:
             pass
         except Departed:
             self.left = True
+        except OvertakenError as error:
+            self.overtaken = error
         except BaseException as error:  # noqa: BLE001  the world raises it again
             self.error = error
         self.over = True
@@ -98,10 +101,13 @@ class World:
         self.letters: dict[int, deque[Board]] = {}
         self.channels: dict[tuple[int, int], deque[tuple[str, Any, Any]]] = {}
         self.inboxes: dict[tuple[int, str], dict[Any, Any]] = {}
+        self.handlers: dict[tuple[int, str], Callable[[int, Any, Any], None]] = {}
+        """Who hears at once what it is sent under a name, instead of looking for it."""
         self.news: list[Callable[[], None]] = []
         self.pace: dict[Any, float] = {}
         self.events, self._finished = 0, False
         self.story: list[str] = []
+        self.waits_for_newcomers = 0
         for number in range(self.workers):
             self._start(number)
 
@@ -217,13 +223,19 @@ class World:
         if actor.over and actor.left:
             self.story.append(f"event {self.events}: worker {actor.number} has left")
             self.news.append(lambda: self.follow_up(self.journal.membership.left(actor.number)))
+        if actor.over and actor.overtaken is not None:
+            self.story.append(f"event {self.events}: worker {actor.number} ends: {actor.overtaken}")
+            self.news.append(lambda: self.follow_up(self.journal.membership.died(actor.number, "gave up")))
 
     def _tell(self, number: int) -> None:
         self.boards[number] = self.letters[number].popleft()
 
     def _deliver(self, way: tuple[int, int]) -> None:
         group, tag, value = self.channels[way].popleft()
-        self.inbox(way[1], group)[way[0], tag] = value
+        if (way[1], group) in self.handlers:
+            self.handlers[way[1], group](way[0], tag, value)
+        else:
+            self.inbox(way[1], group)[way[0], tag] = value
 
     def _strike(self, fault: Fault) -> None:
         membership = self.journal.membership
