@@ -135,7 +135,8 @@ class Etcd:
     def __init__(
         self, count: int = 1, hosts: Sequence[str] = (), popens: Sequence[Popen] = (), flags: Sequence[str] = ()
     ) -> None:
-        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        root = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        _remove_left_over(root)
         self._folder = Path(tempfile.mkdtemp(prefix=f"paceline-etcd-{os.getpid()}-", dir=root))
         self._flags = flags
         ports = [(2379, 2380)] * count if hosts else list(zip(*[_free_ports(2 * count)] * 2, strict=True))
@@ -188,6 +189,13 @@ class Etcd:
         for server in self.servers:
             server.stop()
         shutil.rmtree(self._folder)
+
+
+def _remove_left_over(root: Path) -> None:
+    """What test sessions that were killed have left: their servers died with them."""
+    for folder in root.glob("paceline-etcd-*-*"):
+        if not Path("/proc", folder.name.split("-")[2]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_ports(count: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from paceline.cluster.membership import View
 from paceline.cluster.store import FencedError, StoreGone, StoreUnreachable, TermTaken, open_store
 from paceline.errors import ResourceError, UsageError
 from tests.cluster.lossy import Fate, Lossy
-from tests.etcd import Etcd
+from tests.etcd import Etcd, binary
 
 _QUICK = ("--heartbeat-interval", "50", "--election-timeout", "500")
 _DEADLINE_S = 30.0
@@ -208,6 +208,13 @@ def test_something_else_that_listens_is_no_etcd(etcd: Etcd) -> None:
         pytest.raises(UsageError, match=r"no etcd of version 3\.4"),
     ):
         gateway.ask("no/such", {})
+
+
+def test_without_etcd_the_tests_fail_and_say_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tests.etcd._CACHE", tmp_path / "cache")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="apt-get install etcd-server"):
+        binary()
 
 
 def test_a_password() -> None:
