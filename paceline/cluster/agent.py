@@ -60,7 +60,7 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
         try:
             _Service(node, local).serve()
         except Replaced as error:
-            folder.event("stepped down", str(error), machine=machine)
+            folder.event("stepped down", str(error), fence=node.fence, machine=machine)
         except StoreGone as error:
             folder.event("over", str(error), machine=machine)
             node.crew.kill_all()
