@@ -79,6 +79,8 @@ class Session:
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
         self.link: LeaderLink | None = None
+        self.apart = False
+        """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
         self.recoveries = 0
         """Workers that the run has lost and gone on without, as of this view."""
         self.homes: dict[int, int] = {0: 0}
