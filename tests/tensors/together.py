@@ -39,7 +39,7 @@ class Table:
 
 
 class Member:
-    reads_late = False
+    reads_late, ends_together = False, True
 
     def __init__(self, table: Table, rank: int, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device, self.waited_s = rank, table.size, device, 0.0
