@@ -113,6 +113,7 @@ class Session:
     def _listen(self, ticket: Ticket) -> None:
         from paceline.cluster.listener import Listener
 
+        self.apart = True
         self.listener = Listener(ticket.host, bytes.fromhex(ticket.secret))
         self.ask(Put(f"link/{self.worker}", self.listener.address))
 
@@ -169,11 +170,6 @@ class Session:
     def slower(self) -> float:
         """How many times as long this worker should take: a fault on purpose."""
         return self.board.slow(self.worker)
-
-    @property
-    def apart(self) -> bool:
-        """Whether workers may be on several machines, in this term or another."""
-        return self.listener is not None
 
     @property
     def launched(self) -> bool:
