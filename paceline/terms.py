@@ -3,13 +3,14 @@
 A term ends for a worker in one of two ways. A peer is gone: `TermEnded` comes out of a wait, and whoever
 was waiting calls `next` and tries again with those who remain. Or all let a newcomer in, and the first of
 the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
-they cannot go on with fewer, at the place where they all are (`refill`).
+they cannot go on with fewer, at the place where they all are (`refill`). On several machines nothing is left to
+be handed over: the newcomer has got the state while they trained, and has come behind them (`healing`).
 
-Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There
-every group begins with a word from all on how far they are, and who is behind gets what it missed
-(`tensors.remembering`): inside the wait that ended, so that its script sees nothing of it. The new group is
-then ready, and is entered at the same place by all: where they meet next; or behind the opening of the next
-reduce point, if somebody has opened it in the term before.
+Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There,
+and in a run on several machines in any case, every group begins with a word from all on how far they are, and
+who is behind gets what it missed (`tensors.remembering`): inside the wait that ended, so that its script sees
+nothing of it. The new group is then ready, and is entered at the same place by all: where they meet next; or
+behind the opening of the next reduce point, if somebody has opened it in the term before.
 """
 
 from __future__ import annotations
@@ -182,16 +183,17 @@ class Terms:
         assert not opened, f"an agreed term begins, and a reduce point was opened in term {opened}"
         return self._remembered(group)
 
-    @property
-    def _apart(self) -> bool:
-        """Whether groups may end apart: if some may, all are treated so."""
-        return self._session.apart and not self._session.joining
+    def _ends_apart(self, group: Peers) -> bool:
+        """Asked of the run too: one machine's group may follow that of several, and all must agree on what is said in it."""
+        return (self._session.apart and not self._session.joining) or not group.ends_together
 
     def _sync(self, group: Peers, term: int) -> int:
-        return self._past.sync(group, term) if self._apart else 0
+        return self._past.sync(group, term) if self._ends_apart(group) else 0
 
     def _remembered(self, group: Peers) -> Peers:
-        return Remembering(group, self._session.view, self._past, self._missed) if self._apart else group
+        if not self._ends_apart(group):
+            return group
+        return Remembering(group, self._session.view, self._past, self._missed)
 
     def _with(self, peers: Peers) -> Peers:
         self._peers = peers

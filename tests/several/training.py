@@ -55,7 +55,7 @@ class Row:
 class Session:
     """The parts of a session that terms and steppers use, over a simulated world; or alone, without one."""
 
-    slower, at, device, joining = 1.0, "", CPU, False
+    slower, at, device, joining, apart = 1.0, "", CPU, False, False
 
     def __init__(self, world: World | None, worker: int, slots: int) -> None:
         self._world, self.worker = world, worker
@@ -64,7 +64,7 @@ class Session:
         self.folder = SimpleNamespace(event=lambda *words, **facts: None)
         if world is not None:
             self.view = world.journal.views[1]
-            self.joining = worker not in self.view.members
+            self.joining, self.apart = worker not in self.view.members, True
 
     @property
     def board(self) -> Any:
@@ -87,6 +87,11 @@ class Session:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def compute(self) -> None:
+        """Anything may happen meanwhile."""
+        if self._world is not None:
+            self._world.wait(self.worker, lambda: True, "computing")
 
     def _ask(self, answer: Callable[[], View | None], asked: str) -> View:
         assert self._world is not None
@@ -116,10 +121,6 @@ class Session:
         elif not self.joining:
             raise Departed
         return self.view
-
-    @property
-    def apart(self) -> bool:
-        return self._world is not None
 
     def donor(self) -> Inlet:
         assert self._world is not None
@@ -211,8 +212,10 @@ class Worker:
                 self._stepper.begin(None)
                 for call, leaves in enumerate(self._script.points):
                     for leaf in self._stepper.shares(leaves):
+                        self._session.compute()
                         self.model(1000 * step + 100 * call + leaf).backward()
                     self._update()
+                    self._session.compute()
                 if self._script.evaluates and step % 2 == 0:
                     self.result.evaluated[step] = self.terms.through(self._evaluate)
                 self._stepper.end()
