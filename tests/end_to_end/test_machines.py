@@ -9,37 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Result, ended, launch, paceline
-from tests.end_to_end.machines import Spread, spread
+from tests.end_to_end.launching import Result, ended, launch, paceline
+from tests.end_to_end.machines import SCRIPT, Spread, spread
 from tests.end_to_end.test_coordinator import finish
 
 FLAGS = ("--slots", "8", "--lease", "1.5")
-
-SCRIPT = (
-    HEAD
-    + """
-import time
-go, coming = run.dir / "go", run.dir / f"coming-{run._session.worker}"
-run.prepare(model, optimizer, loader)
-if run._session.joining:
-    coming.touch()
-for epoch in run.epochs(100):
-    for batch in loader:
-        for x, y in run.slots():
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-        optimizer.step(); optimizer.zero_grad()
-        run.log(loss=loss.item())
-        if coming.exists() and not run._session.joining:
-            coming.unlink()
-        # From here on it crawls, and only as far as a change of its members needs, until it is let go.
-        while run.step >= 300 and not go.exists():
-            if run._session.board.next_term or any(run.dir.glob("coming-*")):
-                time.sleep(0.03)
-                break
-            time.sleep(0.001)
-"""
-)
 
 
 @pytest.fixture(scope="module")
