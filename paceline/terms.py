@@ -296,7 +296,7 @@ class Terms:
 
     def _come_closer(self, inlet: Inlet, agreed: int) -> None:
         """A step is over for one who follows: it may be near enough, or all let it in here."""
-        if inlet.behind < NEAR and not self._near:
+        if inlet.behind <= NEAR and not self._near:
             self._near = True
             self._session.caught_up()
         if agreed <= self._session.view.term or self._session.worker not in self._session.enter(agreed).members:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 NEAR = 2
-"""A newcomer that has no more than so many entries to take is as good as there."""
+"""A newcomer with no more than so many entries left to take is as good as there; its donor goes at its own pace."""
 _ROOM = 256 << 20
 _SLOWER = 2
 """A donor that is far ahead meets once while the newcomer takes so many entries,"""

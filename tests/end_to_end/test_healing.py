@@ -71,7 +71,7 @@ def test_joining_over_a_thin_link(tmp_path: Path, network: Network, kind: tuple[
         (victim,) = run.workers_on(2)
         run.kill(victim)
         newcomer = run.wait_for(lambda: [n for n in run.workers_on(2) if n != victim], "another worker")[0]
-        run.wait_for(lambda: (run.folder / f"coming-{newcomer}").exists(), "its loop")
+        run.wait_for((run.folder / f"coming-{newcomer}").exists, "its loop")
         began = (run.folder / f"coming-{newcomer}").stat().st_mtime
         near = run.wait_for(run.event("caught up", worker=newcomer), "it catches up")["time"]
         joined = run.wait_for(run.event("joined", worker=newcomer), "it joins")["time"]
@@ -80,6 +80,6 @@ def test_joining_over_a_thin_link(tmp_path: Path, network: Network, kind: tuple[
         result = ended(run)
     assert result.weights == want
     print("healing", near - began, max(gaps(run, began, near)), "joining", joined - near, max(gaps(run, near, joined)))
-    print([round(g,3) for g in gaps(run, began, joined)])
+    print([round(g, 3) for g in gaps(run, began, joined)])
     words = [event["why"] for event in result.events() if event["event"] in ("machine", "worker ended", "view")]
     print(words)

@@ -58,11 +58,11 @@ class Inlet:
         self._world, self._worker = world, worker
         membership = world.journal.membership
         world.wait(worker, lambda: membership.needs(worker), "waits to be needed")
-        self._donor = world.random.choice(membership.settled.members)
+        self._donor = world.donor_of[worker] = world.random.choice(membership.settled.members)
         Inlet.calls += 1
         self._name = f"entries-{Inlet.calls}"
         self._came: deque[tuple[bytes, int]] = deque()
-        self.behind = 0
+        self.behind, self._doing = 0, "waits for the state"
         world.handlers[worker, self._name] = lambda source, tag, value: self._came.append((value[0], value[1]()))
         world.send(worker, self._donor, "heal", Inlet.calls, None)
 
@@ -72,9 +72,10 @@ class Inlet:
         def over() -> bool:
             return world.actors[self._donor].over and not world.channels.get(way)
 
-        world.wait(self._worker, lambda: bool(self._came) or over(), f"follows worker {self._donor}")
+        world.wait(self._worker, lambda: bool(self._came) or over(), self._doing)
         if not self._came:
             raise OvertakenError("the donor is gone")
+        self._doing = "follows"
         message, self.behind = self._came.popleft()
         world.send(self._worker, self._donor, self._name, "taken", None)
         return memoryview(message)

@@ -79,7 +79,8 @@ class Actor:
 
 @dataclass
 class Fault:
-    """One of the workers is killed (perhaps one that leaves), or asked to leave: at the event of this number, or when somebody first does this."""
+    """One of the workers is killed (perhaps one that leaves, a newcomer's donor, or a member that is none), or asked to
+    leave: at the event of this number, or when somebody first does this."""
 
     at: int | str
     kind: str = "kill"
@@ -109,6 +110,8 @@ class World:
         self.news: list[Callable[[], None]] = []
         self.events, self._finished = 0, False
         self.story: list[str] = []
+        self.donor_of: dict[int, int] = {}
+        """Whom each newcomer has called last."""
         self.waits_for_newcomers = 0
         for number in range(self.workers):
             self._start(number)
@@ -261,8 +264,13 @@ class World:
             self.follow_up(membership.leave(victim))
         if fault.kind.startswith("kill") and not self._finished:
             coming = [n for n, a in self.actors.items() if not a.over and n not in well]
-            leaving = [m for m in well if m not in staying]
-            victim = self.random.choice((fault.kind == "kill a leaver" and leaving) or [*well, *coming])
+            donors = {self.donor_of.get(number) for number in coming}
+            of_kind = {
+                "kill a leaver": [m for m in well if m not in staying],
+                "kill a donor": [m for m in well if m in donors],
+                "kill a bystander": [m for m in well if m not in donors],
+            }
+            victim = self.random.choice(of_kind.get(fault.kind) or [*well, *coming])
             if victim in coming or any(m != victim for m in staying):
                 self._kill(victim)
                 self.news.append(lambda: self.follow_up(membership.died(victim, "was killed")))
