@@ -7,6 +7,7 @@ and behind it whatever comes of its meetings from then on. The newcomer goes thr
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -146,5 +147,14 @@ def serve_newcomers(session: Session, called: Callable[[Outlet], None]) -> None:
     """From now on whoever calls is given to `called`, in the listener's thread."""
     from paceline.cluster.stream import Giving, Heal
 
+    def let_in(label: Heal, sock: socket.socket) -> None:
+        def check() -> None:
+            session.check_run()
+            if session.board.gone(label.worker):
+                giving.close()
+
+        giving = Giving(label.worker, sock, check)
+        called(giving)
+
     assert session.listener is not None
-    session.listener.serve(Heal, lambda label, sock: called(Giving(label.worker, sock, session.check_run)))
+    session.listener.serve(Heal, let_in)

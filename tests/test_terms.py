@@ -137,6 +137,8 @@ def test_moments_of_a_join(moment: str) -> None:
 
 
 LEAVER_DIES = [Fault(30, "leave"), Fault("hello in term 2", "kill a leaver")]
+TWO_LEAVE = [Fault(20, "leave"), Fault(30, "leave"), Fault("hello in term 2")]
+"""After a death the leave of the rest is announced once more, at once."""
 SLOW_TO_NOTICE = {"news": 10.0, **{("board", n): 3.0 for n in range(8)}, **{("notices", n): 0.02 for n in range(8)}}
 
 
@@ -144,6 +146,7 @@ SLOW_TO_NOTICE = {"news": 10.0, **{("board", n): 3.0 for n in range(8)}, **{("no
 def test_who_was_to_leave_is_killed(first: int) -> None:
     for seed in range(first, first + BATCH):
         simulate(Script(steps=8), 3, 3, seed, LEAVER_DIES, SLOW_TO_NOTICE)
+        simulate(Script(steps=8), 4, 3, seed, TWO_LEAVE, SLOW_TO_NOTICE)
 
 
 # what would happen without each of the rules
@@ -197,7 +200,7 @@ def test_an_overtaken_worker_must_not_agree_to_another_change(monkeypatch: pytes
 
     monkeypatch.setattr(training.Session, "board", property(hasty))
     slow = {**SLOW_TO_NOTICE, ("notices", 1): 0.3}
-    assert breaks(lambda seed: simulate(Script(steps=8), 3, 3, seed, LEAVER_DIES, slow), range(200))
+    assert breaks(lambda seed: simulate(Script(steps=8), 4, 3, seed, TWO_LEAVE, slow), range(60))
 
 
 # loops without run.slots()

@@ -25,7 +25,7 @@ from paceline.cluster.pace import Pace
 from paceline.errors import OvertakenError
 
 _HEAD = struct.Struct("<qqqqI")
-"""Of a chunk: the message's number and size, where in it the chunk begins, messages queued behind, checksum."""
+"""Of a chunk: the message's number and size, where in it the chunk begins, other entries not taken yet, checksum."""
 _CHUNK = 1 << 20
 _TAKEN = b"\1"
 _SLICE_S = 0.01
@@ -97,7 +97,8 @@ class Giving:
                 self._hear()
                 if not out:
                     with self._changed:
-                        out.extend(chunks.next(self._queue))
+                        assert self._pace is not None
+                        out.extend(chunks.next(self._queue, max(0, self._pace.behind - 1)))
                 if out and self._send(out):
                     continue
                 poll.register(self._socket, select.POLLIN | (select.POLLOUT if out else 0))
@@ -149,13 +150,13 @@ class _Chunks:
     def __init__(self) -> None:
         self._number = self._at = 0
 
-    def next(self, queue: deque[memoryview]) -> list[memoryview]:
+    def next(self, queue: deque[memoryview], behind: int) -> list[memoryview]:
         """The next chunk and its head; nothing, if there is none. A message leaves the queue with its last one."""
         if not queue:
             return []
         message = queue[0]
         chunk = message[self._at : self._at + _CHUNK]
-        head = _HEAD.pack(self._number, message.nbytes, self._at, len(queue) - 1, zlib.crc32(chunk))
+        head = _HEAD.pack(self._number, message.nbytes, self._at, behind, zlib.crc32(chunk))
         self._at += chunk.nbytes
         if self._at == message.nbytes:
             queue.popleft()
@@ -170,7 +171,7 @@ class Taking:
         self._socket, self._check = sock, check
         self._number = 0
         self.behind = 0
-        """Messages that were queued behind the last one when it was sent."""
+        """Entries beside the last one that were not taken when it was sent: on the way, or yet to be."""
 
     def take(self) -> memoryview:
         """The next message, once it is there. OvertakenError: the donor is gone."""
