@@ -114,10 +114,12 @@ def _is_anothers(name: str, ours: set[int]) -> bool:
 
 def _is_open(path: Path) -> bool:
     """Whether a living process has this file open: a run's agents hold their store."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(link) == str(path):
-                return True
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may end while it is looked at
+            for link in os.listdir(process / "fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(process / "fd" / link) == str(path):
+                        return True
     return False
 
 
