@@ -81,7 +81,7 @@ _PHASE_WORDS = {
 }
 
 _PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)
-_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED = range(8)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED, _OVERTAKEN = range(9)
 _OF_AGENT = (_GONE, _SLOW)
 """Words of a row that its machine's agent writes."""
 
@@ -163,6 +163,15 @@ class Board:
     @next_term.setter
     def next_term(self, term: int) -> None:
         self._words[_NEXT_TERM] = term
+
+    @property
+    def overtaken(self) -> int:
+        """The newest term that followed a death: all older ones are over. 0: nobody has died."""
+        return self._words[_OVERTAKEN]
+
+    @overtaken.setter
+    def overtaken(self, term: int) -> None:
+        self._words[_OVERTAKEN] = term
 
     @property
     def reach(self) -> int:

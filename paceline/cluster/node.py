@@ -199,6 +199,7 @@ class Node:
         for number in journal.buried:
             board.bury(number)
         membership = journal.membership
+        board.overtaken = max(journal.after.values(), default=0)  # before the next: who sees that one knows of this
         board.next_term = membership.pending.term if membership.pending else 0
         board.reach = membership.reach
         board.stop = journal.stop
