@@ -183,14 +183,12 @@ class Coordinator:
         self.save()
 
     def _give_up_on(self, worker: int, why: str) -> None:
+        self.journal.exits[worker] = _LOST
+        self._folder.event("worker ended", f"it {why}", worker=worker)
         if self.membership.standing[worker] is Standing.GONE:
-            self.journal.exits[worker] = _LOST
             self.save()
-        elif self._job.survives_deaths:
-            self.journal.exits[worker] = _LOST
-            self.lose(worker, why)
         else:
-            self.fail(f"worker {worker}", why, worker=worker)
+            self.lose(worker, why)
 
     # workers come and go
 
@@ -227,7 +225,10 @@ class Coordinator:
         if self.over or gone:
             return
         if code == 0 and phase == Phase.LEFT:
-            self.follow_up(self.membership.left(number))
+            instructions = self.membership.left(number)
+            if any(isinstance(each, Publish) and not each.agreed for each in instructions):
+                self.journal.buried.append(number)  # a death overtook its leave: others wait for it once more
+            self.follow_up(instructions)
         elif code and not self._survives(number, code, phase):
             trace = _crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)
