@@ -403,7 +403,7 @@ class Session:
 
     def leave(self) -> None:
         """This worker is done, as it should be."""
-        self.row.enter(Phase.FINISHED)
+        self.row.finishes(self.view.term)
         if self.ticket is None:
             self.row.release()
             self.board.close()

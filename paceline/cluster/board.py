@@ -80,7 +80,9 @@ _PHASE_WORDS = {
     Phase.REFILL: "waiting for a worker in place of a lost one",
 }
 
-_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)
+_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW, _TERM = range(
+    14
+)
 _ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED, _OVERTAKEN = range(9)
 _OF_AGENT = (_GONE, _SLOW)
 """Words of a row that its machine's agent writes."""
@@ -224,6 +226,10 @@ class Board:
         code = self._words[_WORDS * (1 + worker) + _EXIT]
         return code - 1 if code else None
 
+    def finished_in(self, worker: int) -> int:
+        """The term in which this worker has come to the script's end."""
+        return self._words[_WORDS * (1 + worker) + _TERM]
+
     def slow(self, worker: int) -> float:
         """How many times as long this worker should take: a fault on purpose. 1: as fast as it can."""
         return self._words[_WORDS * (1 + worker) + _SLOW] / 1000 or 1.0
@@ -301,6 +307,11 @@ class Row:
 
     def wishes_to_leave(self) -> None:
         self._words[_LEAVES] = 1
+
+    def finishes(self, term: int) -> None:
+        """The script's end, in this term."""
+        self._words[_TERM] = term
+        self.enter(Phase.FINISHED)
 
     def exits(self, code: int) -> None:
         self._words[_EXIT] = code + 1
