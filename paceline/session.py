@@ -245,6 +245,17 @@ class Session:
             time.sleep(_POLL_S)
         return term
 
+    @property
+    def overtaken(self) -> bool:
+        """Whether this worker's view is over: another one has followed a death in it."""
+        return self.board.overtaken > self.view.term
+
+    @property
+    def next_term(self) -> int:
+        """The term that this worker would enter at the step's end. On several machines one whose view is over agrees to
+        none: the others might enter that while it is on its way to the one that followed."""
+        return 0 if self.apart and self.overtaken else self.board.next_term
+
     def enter(self, term: int) -> View:
         """The view that all have agreed to enter now; a member that is not in it leaves the run."""
         answer, _ = self.ask(Entering(term))
@@ -330,9 +341,7 @@ class Session:
 
         def check() -> None:
             self.check_run()
-            for member in self.view.members:
-                if self.board.gone(member):
-                    raise TermEnded(f"worker {member} is gone")
+            self._check_term()
 
         answer, _ = self.ask(Get(key), check)
         assert isinstance(answer, Value)
@@ -373,11 +382,18 @@ class Session:
         self.check_own_place()
         if self.board.abort:
             raise PeerLostError(f"gave up waiting for worker {worker}: the run is stopping")
-        if self.board.gone(worker):
+        if self.apart:
+            self._check_term()
+        elif self.board.gone(worker):
             raise TermEnded(f"worker {worker} is gone")
         if seconds > _TELL_AFTER_S:
             self.row.place(self.where())
             self.row.waits_for(worker)
+
+    def _check_term(self) -> None:
+        """On several machines: whoever is waited for, and not because somebody is gone, who may have left as agreed."""
+        if self.overtaken:
+            raise TermEnded(f"term {self.view.term} is over")
 
     def mismatch(self, others: list[int]) -> NoReturn:
         others = [self.view.members[other] for other in others]
@@ -403,7 +419,7 @@ class Session:
 
     def leave(self) -> None:
         """This worker is done, as it should be."""
-        self.row.enter(Phase.FINISHED)
+        self.row.finishes(self.view.term)
         if self.ticket is None:
             self.row.release()
             self.board.close()

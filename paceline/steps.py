@@ -369,7 +369,7 @@ class Stepper:
         digest = 0 if quick else self.settings_digest()
         # A share counts once, however often the step shows it.
         taken = tally(self._taken.values()) if self._delivered is None and not quick else NO_TALLY
-        lanes = [stop, digest, self._session.board.next_term, *taken]
+        lanes = [stop, digest, self._session.next_term, *taken]
         rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
         self._compare(rows[:, DIGEST].tolist())
         self.agreed_term = int(rows[:, TERM].min())

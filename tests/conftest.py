@@ -81,6 +81,13 @@ def etcd() -> Iterator[Etcd]:
         yield server
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may keep a server waiting for longer than a leader can: for tests that are not about that."""
+    monkeypatch.setattr("paceline.cluster.gateway.TRY_S", 20.0)
+    monkeypatch.setattr("paceline.cluster.gateway.TOTAL_S", 60.0)
+
+
 def forget_run() -> None:
     """A run that a test entered in this process: the next test must be able to enter its own."""
     module = sys.modules.get("paceline.run")

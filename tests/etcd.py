@@ -90,7 +90,8 @@ class Server:
             *(str(binary()), "--name", self.name, "--data-dir", str(self._folder / self.name)),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer),
-            *("--initial-cluster", cluster, "--unsafe-no-fsync", "--log-level", "warn", *flags),
+            *("--initial-cluster", cluster, "--unsafe-no-fsync", "--log-level", "warn"),
+            *("--pre-vote", *flags),  # else a server that was cut off takes the others' leader away when it comes back
         ]
         with open(self.log, "ab") as log:
             environment = {**os.environ, "NOTIFY_SOCKET": str(notify)}

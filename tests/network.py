@@ -150,9 +150,10 @@ class Network:
             _remove(space)
 
 
-def spaces() -> list[str]:
-    """Every namespace of such networks, of living test sessions or left over."""
-    return sorted(path.name for path in _NAMESPACES.glob("paceline-*") if _NAME.match(path.name))
+def spaces(session: int | None = None) -> list[str]:
+    """Every namespace of such networks, of living test sessions or left over; or those of one session."""
+    found = [match for path in _NAMESPACES.glob("paceline-*") if (match := _NAME.match(path.name))]
+    return sorted(match[0] for match in found if session in (None, int(match[1])))
 
 
 def _remove_left_over() -> None:
@@ -160,8 +161,9 @@ def _remove_left_over() -> None:
     for space in spaces():
         match = _NAME.match(space)
         if match and not Path("/proc", match[1]).exists():
-            _end_processes(space)
-            _remove(space)
+            with contextlib.suppress(RuntimeError):  # another session does the same
+                _end_processes(space)
+                _remove(space)
 
 
 def _remove(space: str) -> None:

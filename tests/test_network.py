@@ -88,9 +88,8 @@ def test_a_thin_cable(network: Network) -> None:
 
 
 def test_nothing_is_left_not_even_of_processes_that_will_not_end() -> None:
-    before = spaces()
     with pytest.raises(ZeroDivisionError), Network(2) as network:
-        assert len(spaces()) == len(before) + 3
+        assert len(spaces(os.getpid())) == 3
         code = (
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1e6)"
         )
@@ -98,11 +97,10 @@ def test_nothing_is_left_not_even_of_processes_that_will_not_end() -> None:
         assert process.stdout is not None and process.stdout.readline() == b"1\n"
         process.stdout.close()
         raise ZeroDivisionError
-    assert spaces() == before and process.returncode == -signal.SIGKILL
+    assert spaces(os.getpid()) == [] and process.returncode == -signal.SIGKILL
 
 
 def test_what_a_killed_session_has_left_goes_with_the_next() -> None:
-    before = spaces()
     code = (
         "import subprocess, time; from tests.network import Network; network = Network(2)\n"
         "sleeper = network.machine(1).popen(['sleep', '1000'], start_new_session=True)\n"
@@ -110,12 +108,14 @@ def test_what_a_killed_session_has_left_goes_with_the_next() -> None:
     )
     session = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert session.stdout is not None
-    sleeper = os.pidfd_open(int(session.stdout.readline()))
-    assert len(spaces()) == len(before) + 3
+    said = session.stdout.readline()
+    left = spaces(session.pid)
     session.kill()
     session.wait()
     session.stdout.close()
+    sleeper = os.pidfd_open(int(said))
+    assert len(left) == 3
     Network(1).close()
-    assert spaces() == before
+    assert spaces(session.pid) == []
     assert select.select([sleeper], [], [], 10)[0], "its processes are gone too"
     os.close(sleeper)

@@ -153,7 +153,8 @@ class _Service:
         if self._reach.host:
             here.places = job.share_of_places
         starts = 0 if job.dry_run else REPLACEMENTS
-        return Journal.begin(job.workers, job.spares, starts, time.time(), here, job.settings.machines)
+        machines = 1 if job.dry_run else job.settings.machines
+        return Journal.begin(job.workers, job.spares, starts, time.time(), here, machines)
 
     def _follow(self) -> Ended | MayLead:
         place, reach, lease = self._node.place, self._reach, self._job.settings.lease

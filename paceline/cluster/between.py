@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.cluster.journal import End
 from paceline.cluster.wire import decoder
 
 # from another machine's agent to the one that leads
@@ -36,8 +37,8 @@ class Report(msgspec.Struct, tag=True):
 
     pids: dict[int, int]
     """Workers that run."""
-    exits: dict[int, tuple[int, int]]
-    """Workers that have ended, as long as the journal does not say so: exit code and last phase."""
+    exits: dict[int, End]
+    """Workers that have ended, as long as the journal does not say so."""
     leaving: list[int]
     """Workers that were told to go."""
     going: bool

@@ -80,8 +80,10 @@ _PHASE_WORDS = {
     Phase.REFILL: "waiting for a worker in place of a lost one",
 }
 
-_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW = range(13)
-_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED = range(8)
+_PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW, _TERM = range(
+    14
+)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED, _OVERTAKEN = range(9)
 _OF_AGENT = (_GONE, _SLOW)
 """Words of a row that its machine's agent writes."""
 
@@ -165,6 +167,15 @@ class Board:
         self._words[_NEXT_TERM] = term
 
     @property
+    def overtaken(self) -> int:
+        """The newest term that followed a death: all older ones are over. 0: nobody has died."""
+        return self._words[_OVERTAKEN]
+
+    @overtaken.setter
+    def overtaken(self, term: int) -> None:
+        self._words[_OVERTAKEN] = term
+
+    @property
     def reach(self) -> int:
         """How many workers there will be once everybody has come who may still come."""
         return self._words[_REACH]
@@ -214,6 +225,10 @@ class Board:
         """The exit code that this worker wrote down as it left, if it came to that."""
         code = self._words[_WORDS * (1 + worker) + _EXIT]
         return code - 1 if code else None
+
+    def finished_in(self, worker: int) -> int:
+        """The term in which this worker has come to the script's end."""
+        return self._words[_WORDS * (1 + worker) + _TERM]
 
     def slow(self, worker: int) -> float:
         """How many times as long this worker should take: a fault on purpose. 1: as fast as it can."""
@@ -292,6 +307,11 @@ class Row:
 
     def wishes_to_leave(self) -> None:
         self._words[_LEAVES] = 1
+
+    def finishes(self, term: int) -> None:
+        """The script's end, in this term."""
+        self._words[_TERM] = term
+        self.enter(Phase.FINISHED)
 
     def exits(self, code: int) -> None:
         self._words[_EXIT] = code + 1

@@ -17,7 +17,7 @@ import msgspec
 from paceline.cluster import messages
 from paceline.cluster.board import Phase, Stop
 from paceline.cluster.job import Job
-from paceline.cluster.journal import Failure, Journal
+from paceline.cluster.journal import End, Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.office import Office
 from paceline.errors import OvertakenError
@@ -187,14 +187,12 @@ class Coordinator:
         self.save()
 
     def _give_up_on(self, worker: int, why: str) -> None:
+        self.journal.exits[worker] = _LOST
+        self._folder.event("worker ended", f"it {why}", worker=worker)
         if self.membership.standing[worker] is Standing.GONE:
-            self.journal.exits[worker] = _LOST
             self.save()
-        elif self._job.survives_deaths:
-            self.journal.exits[worker] = _LOST
-            self.lose(worker, why)
         else:
-            self.fail(f"worker {worker}", why, worker=worker)
+            self.lose(worker, why)
 
     # workers come and go
 
@@ -216,10 +214,10 @@ class Coordinator:
             return "a spare, for whoever is lost"
         return f"it stands for worker {place}" if len(self.journal.machines) == 1 else "it stands for one that was lost"
 
-    def worker_ended(self, number: int, code: int, phase: Phase) -> None:
-        """`phase`: the last that it wrote on the board."""
+    def worker_ended(self, number: int, end: End) -> None:
         if number in self.journal.exits:
             return
+        code, phase = end.code, end.phase
         self.journal.exits[number] = code
         self.ended_at[number] = time.monotonic()
         gone = self.membership.standing[number] is Standing.GONE
@@ -231,7 +229,12 @@ class Coordinator:
         if self.over or gone:
             return
         if code == 0 and phase == Phase.LEFT:
-            self.follow_up(self.membership.left(number))
+            instructions = self.membership.left(number)
+            if any(isinstance(each, Publish) and not each.agreed for each in instructions):
+                self.journal.buried.append(number)  # a death overtook its leave: others wait for it once more
+            self.follow_up(instructions)
+        elif code == 0 and phase == Phase.FINISHED:
+            self.follow_up(self.membership.finished(number, end.term))
         elif code and not self._survives(number, code, phase):
             trace = _crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.cluster import between, messages, wire
-from paceline.cluster.board import Phase
 from paceline.cluster.connection import Connection
 from paceline.cluster.crew import NurseryError
 from paceline.cluster.desk import NotNow
-from paceline.cluster.journal import Journal
+from paceline.cluster.journal import End, Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.seeking import Found, Gone, Seeker, Vacant
 from paceline.cluster.store import Record
@@ -183,7 +182,7 @@ class Follower:
         self._leader.send(
             between.Report(
                 crew.pids,
-                {k: (code, int(phase)) for k, (code, phase) in node.exits.items() if k not in self._journal.exits},
+                {number: end for number, end in node.exits.items() if number not in self._journal.exits},
                 [number for number in crew.numbers if node.board.leaves(number)],
                 self._signalled,
                 node.board.main_ready,
@@ -196,7 +195,7 @@ class Follower:
     def worker_started(self, number: int, pid: int) -> None:
         self._changed = True
 
-    def worker_ended(self, number: int, code: int, phase: Phase) -> None:
+    def worker_ended(self, number: int, end: End) -> None:
         self._changed = True
 
     def worker_leaves(self, number: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.board import Stop
+from paceline.cluster.board import Phase, Stop
 from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Start, View
 
 
@@ -19,6 +19,17 @@ class Failure(msgspec.Struct):
     trace: str
     exit_code: int
     worker: int
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a worker has ended."""
+
+    code: int
+    """Negative: a signal, as of subprocess."""
+    phase: Phase
+    """The last that it wrote on the board."""
+    term: int = 0
+    """In which it has finished, if it has."""
 
 
 class Machine(msgspec.Struct):

@@ -21,7 +21,7 @@ from paceline.cluster.crew import NurseryError
 from paceline.cluster.door import Door
 from paceline.cluster.ending import conclude
 from paceline.cluster.injection import Injection
-from paceline.cluster.journal import Journal
+from paceline.cluster.journal import End, Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.office import Office
 from paceline.cluster.outposts import Outposts
@@ -165,8 +165,8 @@ class Leader:
     def worker_started(self, number: int, pid: int) -> None:
         self._coordinator.worker_started(number, pid)
 
-    def worker_ended(self, number: int, code: int, phase: Phase) -> None:
-        self._coordinator.worker_ended(number, code, phase)
+    def worker_ended(self, number: int, end: End) -> None:
+        self._coordinator.worker_ended(number, end)
 
     def worker_leaves(self, number: int) -> None:
         self._coordinator.leaves(number)

@@ -69,6 +69,8 @@ class Standing(enum.Enum):
     """A member that has been asked to go."""
     STARTING = "starting"
     READY = "ready"
+    FINISHED = "finished"
+    """It has come to the script's end, and has ended."""
     GONE = "gone"
 
 
@@ -126,9 +128,10 @@ class Membership:
         self.standing[worker] = Standing.GONE
         if before is Standing.STARTING or (before is Standing.READY and not self._is_pending(worker)):
             return self._replace(f"worker {worker} {why} before it had joined")
-        remaining = tuple(m for m in self.settled.members if self.standing[m] is not Standing.GONE)
+        remaining = self._remaining
         if not remaining:
-            return [GiveUp(f"worker {worker} {why}, and no worker is left")]
+            done = Standing.FINISHED in self.standing.values()
+            return [] if done else [GiveUp(f"worker {worker} {why}, and no worker is left")]
         if self.pending is not None:
             self.overtaken += [m for m in remaining if m not in self.pending.members]
         out: list[Instruction] = []
@@ -151,6 +154,21 @@ class Membership:
         if all(self.standing[m] is Standing.GONE for m in self.settled.members if m not in self.pending.members):
             self.settled, self.pending = self.pending, None
         return self._replace(f"worker {worker} left")
+
+    @property
+    def _remaining(self) -> tuple[int, ...]:
+        return tuple(m for m in self.settled.members if self.standing[m] not in (Standing.GONE, Standing.FINISHED))
+
+    def finished(self, worker: int, term: int) -> list[Instruction]:
+        """A member has come to the end in this term. If a death has been answered by a newer view with it, others may
+        wait for it in there."""
+        if self.standing[worker] not in (Standing.MEMBER, Standing.LEAVING):
+            return []
+        self.standing[worker] = Standing.FINISHED
+        if term >= self.settled.term or worker not in self.settled.members or not self._remaining:
+            return []
+        self.settled, self.pending = View(self.newest + 1, self._remaining), None
+        return [Publish(self.settled, False, f"worker {worker} had finished before that")]
 
     def ready(self, worker: int) -> list[Instruction]:
         """A newcomer has run its script as far as the loop."""
@@ -226,7 +244,7 @@ class Membership:
 
     def _replace(self, why: str) -> list[Instruction]:
         out: list[Instruction] = []
-        staying = sum(1 for m in self.settled.members if self.standing[m] is Standing.MEMBER)
+        staying = sum(1 for m in self.settled.members if self.standing[m] in (Standing.MEMBER, Standing.FINISHED))
         coming = sum(1 for standing in self.standing.values() if standing in _COMING)
         while staying + coming < self.wanted + self.spares and self._may_start:
             number = max(self.standing) + 1

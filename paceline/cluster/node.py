@@ -25,7 +25,7 @@ from paceline.cluster.crew import Crew, Worker
 from paceline.cluster.desk import Desk
 from paceline.cluster.door import Door
 from paceline.cluster.job import Job
-from paceline.cluster.journal import Journal
+from paceline.cluster.journal import End, Journal
 from paceline.cluster.kept import BOARD
 from paceline.cluster.memory import Segments
 from paceline.cluster.messages import Ended
@@ -53,7 +53,7 @@ class Master(Protocol):
     @property
     def journal(self) -> Journal: ...
     def worker_started(self, number: int, pid: int) -> None: ...
-    def worker_ended(self, number: int, code: int, phase: Phase) -> None: ...
+    def worker_ended(self, number: int, end: End) -> None: ...
     def worker_leaves(self, number: int) -> None: ...
     def worker_frozen(self, number: int, why: str) -> None:
         """It is lost, and may come back: nobody has killed it."""
@@ -89,8 +89,8 @@ class Node:
         self._start_standby = start_standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._standby_at = 0.0
-        self.exits: dict[int, tuple[int, Phase]] = {}
-        """Exit code and last phase of each worker of this machine that was seen to end."""
+        self.exits: dict[int, End] = {}
+        """Of each worker of this machine that was seen to end."""
         self._begun = False
 
     # a life
@@ -199,6 +199,7 @@ class Node:
         for number in journal.buried:
             board.bury(number)
         membership = journal.membership
+        board.overtaken = max(journal.after.values(), default=0)  # before the next: who sees that one knows of this
         board.next_term = membership.pending.term if membership.pending else 0
         board.reach = membership.reach
         board.stop = journal.stop
@@ -260,8 +261,8 @@ class Node:
         """A worker has ended; what it said before comes first."""
         self.desk.hear_worker(number)
         self.kept.release(_pidfd_name(number))
-        self.exits[number] = code, self.board.see(number).phase
-        self.master.worker_ended(number, *self.exits[number])
+        self.exits[number] = End(code, self.board.see(number).phase, self.board.finished_in(number))
+        self.master.worker_ended(number, self.exits[number])
 
     def _see_frozen(self, now: float) -> None:
         """A worker that is stopped for longer than its lease is evicted: killed, so that it cannot come back."""

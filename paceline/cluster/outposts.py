@@ -12,7 +12,6 @@ import time
 import msgspec
 
 from paceline.cluster import between, messages, wire
-from paceline.cluster.board import Phase
 from paceline.cluster.connection import Connection
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.door import Door
@@ -119,9 +118,9 @@ class Outposts:
         for number, pid in report.pids.items():
             if journal.homes.get(number) == machine and number not in journal.exits:
                 coordinator.worker_started(number, pid)
-        for number, (code, phase) in report.exits.items():
+        for number, end in report.exits.items():
             if journal.homes.get(number) == machine:
-                coordinator.worker_ended(number, code, Phase(phase))
+                coordinator.worker_ended(number, end)
         if report.going:
             coordinator.machine_goes(machine)
         for number in report.leaving:

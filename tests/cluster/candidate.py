@@ -1,10 +1,10 @@
-"""An agent that does nothing but stand for the lead of a run, and tells what becomes of it, a line each.
+"""An agent that does nothing but stand for the lead of a run: python -m tests.cluster.candidate STORE RUN LEASE
 
-python -m tests.cluster.candidate STORE RUN LEASE
+It tells what becomes of it, a line each:
 
-leads FENCE ASKED          when it asked for the lead that it has now, on the clock that all machines share here
-steps down FENCE ACTED     when it last acted as the leader
-is fenced FENCE            another leads, as the store says
+    leads,FENCE,ASKED          when it asked for the lead that it has now, on the clock that all machines share here
+    steps down,FENCE,ACTED     when it last acted as the leader
+    is fenced,FENCE,0          another leads, as the store says
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TURN_S = 0.02
 
 def main(address: str, run: str, lease_s: float) -> None:
     store = open_store(address, run)
-    while True:
+    while True:  # until it is killed
         fence, asked = _stand(store, lease_s)
         _say("leads", fence, asked)
         _say("steps down", fence, _lead(store, fence, Tenure(lease_s, asked)))
@@ -72,8 +72,8 @@ def _wait_to_be_fenced(store: Store, fence: int) -> None:
         time.sleep(_TURN_S)
 
 
-def _say(what: str, *facts: float) -> None:
-    print(what, *facts, flush=True)
+def _say(what: str, fence: int, when: float = 0.0) -> None:
+    print(what, fence, when, sep=",", flush=True)
 
 
 if __name__ == "__main__":

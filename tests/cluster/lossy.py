@@ -1,4 +1,4 @@
-"""An endpoint of etcd that loses answers, and passes questions on when they have long been given up."""
+"""An endpoint of etcd that loses answers, and passes questions on when their sender has long gone elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class Lossy:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self.fates: deque[Fate] = deque()
-        self._held: list[tuple[str, bytes, str]] = []
-        self._closing = threading.Event()
+        self._held: list[tuple[str, bytes]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = False
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
@@ -32,20 +31,19 @@ class Lossy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def release(self) -> list[bytes]:
-        """What was held reaches the server now; what it answers to nobody."""
+        """What was held reaches the server now, and it answers to nobody: to us."""
         held, self._held = self._held, []
         return [self._forward(*question)[1] for question in held]
 
-    def _forward(self, path: str, body: bytes, token: str = "") -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._endpoint, timeout=10)
+    def _forward(self, path: str, body: bytes) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._endpoint, timeout=30)
         try:
-            connection.request("POST", path, body, {"Authorization": token} if token else {})
+            connection.request("POST", path, body)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -61,8 +59,7 @@ class Lossy:
                 fate = lossy.fates.popleft() if lossy.fates else "pass"
                 self.close_connection = fate != "pass"
                 if fate == "hold":
-                    lossy._held.append((*question, ""))
-                    lossy._closing.wait(2)  # say nothing: the other side gives up first
+                    lossy._held.append(question)
                 elif fate != "lose the question":
                     status, answer = lossy._forward(*question)
                     if fate == "pass":

@@ -280,3 +280,35 @@ def test_how_many_can_be_reached() -> None:
     assert membership.reach == 3
     membership.died(3, "x")
     assert membership.reach == 2
+
+
+def test_who_has_finished_is_not_in_the_view_after_a_death() -> None:
+    """On several machines one may have missed the last meeting, which others have completed and gone."""
+    membership = Membership.begin(3, 0)
+    assert membership.finished(0, 1) == []
+    assert membership.died(2, "was killed") == [Publish(View(2, (1,)), False, "worker 2 was killed")]
+    assert membership.died(1, "was killed") == [], "somebody has finished: the run is not lost"
+
+
+def test_who_finishes_in_an_older_term_than_the_view_after_a_death_will_not_come_to_it() -> None:
+    membership = Membership.begin(3, 0)
+    membership.died(2, "was killed")
+    (left_out,) = membership.finished(0, 1)
+    assert isinstance(left_out, Publish) and left_out.view == View(3, (1,)) and not left_out.agreed
+    assert membership.finished(1, 3) == []
+
+
+def test_who_finishes_in_the_newest_term_changes_nothing() -> None:
+    membership = Membership.begin(3, 5)
+    instructions = [each for worker in range(3) for each in membership.finished(worker, 1)]
+    assert instructions == [] and membership.settled == View(1, (0, 1, 2))
+
+
+def test_no_more_are_started_than_the_machines_have_room_for() -> None:
+    membership = Membership.begin(4, 10)
+    membership.room = 2  # a machine is lost, with two of them
+    assert [each for each in membership.died(2, "was lost") if isinstance(each, Start)] == []
+    assert [each for each in membership.died(3, "was lost") if isinstance(each, Start)] == []
+    assert membership.reach == 2
+    back = membership.make_room(4, "it is back")
+    assert [each.worker for each in back if isinstance(each, Start)] == [4, 5] and membership.reach == 4

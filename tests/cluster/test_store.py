@@ -48,7 +48,7 @@ class Stores:
 
 
 @pytest.fixture(params=["local", "etcd"])
-def stores(request: pytest.FixtureRequest, etcd: Etcd, tmp_path: Path) -> Iterator[Stores]:
+def stores(request: pytest.FixtureRequest, etcd: Etcd, patient: None, tmp_path: Path) -> Iterator[Stores]:
     stores = Stores(etcd.address, "r") if request.param == "etcd" else Stores("", str(tmp_path / "s.db"))
     yield stores
     stores.close()

@@ -180,6 +180,11 @@ def test_who_may_not_join(tmp_path: Path) -> None:
         completed(run)
 
 
+def test_a_dry_run_waits_for_no_machine(tmp_path: Path) -> None:
+    result = launch(tmp_path, SCRIPT, "-n", "4", "--machines", "2", "--listen", "127.0.0.1", "--dry-run")
+    assert result.code == 0 and "machines" in result.out
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

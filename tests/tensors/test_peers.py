@@ -61,13 +61,15 @@ def run(host: subprocess.Popen[str], kind: str, tmp_path: Path) -> Run:
 
     def run(scenario: str, size: int, **ask: Any) -> list[Any]:
         assert host.stdin is not None and host.stdout is not None
-        whole = {"scenario": scenario, "kind": kind, "size": size, "folder": str(tmp_path), "limit_s": LIMIT_S, **ask}
+        folder = tmp_path / scenario
+        folder.mkdir()
+        whole = {"scenario": scenario, "kind": kind, "size": size, "folder": str(folder), "limit_s": LIMIT_S, **ask}
         host.stdin.write(json.dumps(whole) + "\n")
         host.stdin.flush()
         answer = json.loads(host.stdout.readline())
         results = []
         for rank in range(size):
-            file = tmp_path / f"{rank}.pt"
+            file = folder / f"{rank}.pt"
             result = torch.load(file, weights_only=True) if file.exists() else {}
             assert "error" not in result, f"worker {rank}:\n{result['error']}"
             results.append(result.get("value", "gone"))
@@ -206,12 +208,12 @@ SEVERAL = ["mesh", "mesh-tls", "machines", "machines-1", "machines-tls"]
 
 
 @pytest.mark.parametrize("kind", ["shared", *SEVERAL], indirect=True)
-@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("turn", range(3))
 def test_a_kill_in_the_middle_of_anything_ends_the_term_for_all(run: Run, kind: str, seed: int, turn: int) -> None:
     """Those who remain have completed the same meetings, or one more, and nothing of them is wrong."""
     dice = random.Random(f"{seed} {kind} {turn}")
     size = dice.choice([2, 3, 4])
-    victim, count = dice.randrange(size), dice.choice([100, 2_000_000])
+    victim, count = dice.randrange(size), dice.choice([100, 1_000_000])
     actions = dice.randrange(1, 400 if count > 100 else 100)
     print(f"{size} workers, worker {victim} dies at action {actions}, {count} elements")
     results = run("killed", size, victim=victim, count=count, actions=actions)
