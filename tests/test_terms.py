@@ -16,7 +16,7 @@ from paceline.terms import Terms
 from tests.several import training
 from tests.several.mesh import CPU
 from tests.several.training import Result, Script, live, undisturbed
-from tests.several.world import Board, Fault, World
+from tests.several.world import Fault, World
 
 reference = lru_cache(undisturbed)
 NO_PACE: Mapping[Any, float] = {}
@@ -195,10 +195,10 @@ def test_the_outcome_must_be_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_overtaken_worker_must_not_agree_to_another_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(self: training.Session) -> Any:
-        return self._world.boards[self.worker] if self._world is not None else Board()
+    def hasty(self: training.Session) -> int:
+        return self._world.boards[self.worker].next_term if self._world is not None else 0
 
-    monkeypatch.setattr(training.Session, "board", property(hasty))
+    monkeypatch.setattr(training.Session, "next_term", property(hasty))
     slow = {**SLOW_TO_NOTICE, ("notices", 1): 0.3}
     assert breaks(lambda seed: simulate(Script(steps=8), 4, 3, seed, TWO_LEAVE, slow), range(60))
 
