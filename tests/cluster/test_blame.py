@@ -39,7 +39,10 @@ def test_anything_else_is_another_one(other: Raised) -> None:
     ("one", "other"),
     [
         ("KeyError: <Sample object at 0x7f00aB12>", "KeyError: <Sample object at 0x7fe39c>"),
-        ("RuntimeError: DataLoader worker (pid(s) 311, 312) exited", "RuntimeError: DataLoader worker (pid(s) 9, 10) exited"),
+        (
+            "RuntimeError: DataLoader worker (pid(s) 311, 312) exited",
+            "RuntimeError: DataLoader worker (pid(s) 9, 10) exited",
+        ),
         ("OutOfMemoryError: 3.25 MiB is free", "OutOfMemoryError: 12.5 MiB is free"),
     ],
 )
@@ -48,7 +51,9 @@ def test_addresses_and_numbers_differ_by_worker(one: str, other: str) -> None:
 
 
 def test_one_from_a_loaders_process_is_the_same_as_one_from_here() -> None:
-    there = "ValueError: Caught ValueError in DataLoader worker process 1.\nOriginal Traceback …\nValueError: bad sample\n"
+    there = (
+        "ValueError: Caught ValueError in DataLoader worker process 1.\nOriginal Traceback …\nValueError: bad sample\n"
+    )
     assert Raised.of(2, there, 17, 3).same_as(BAD)
     assert Raised.of(2, "", 17, 3).said == ""
 
