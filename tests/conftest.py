@@ -26,6 +26,7 @@ settings.register_profile(
 )
 settings.load_profile("paceline")
 _SEED = pytest.StashKey[int]()
+_BARRED = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,7 +39,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = int(chosen) if chosen.isdigit() else 0
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A user without root has all other tests; CI must have all."""
+    barred = [item for item in items if item.get_closest_marker("needs_root")] if os.geteuid() and not _ON_CI else []
+    config.stash[_BARRED] = len(barred)
+    if barred:
+        items[:] = [item for item in items if item not in barred]
+        config.hook.pytest_deselected(items=barred)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash.get(_BARRED, 0):
+        terminalreporter.write_line(
+            f"LEFT OUT: {config.stash[_BARRED]} tests of several machines, which need root for network namespaces "
+            "(as root: python -m pytest -m needs_root)",
+            yellow=True,
+        )
     terminalreporter.write_line(_seed_words(config))
 
 

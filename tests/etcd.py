@@ -78,13 +78,13 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, cluster: str, *flags: str) -> None:
+    def start(self, cluster: str, flags: Sequence[str]) -> None:
         """Begin to start: with others to meet, nobody is ready before most are there."""
         self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         notify = self._folder / f"{self.name}.ready"
         notify.unlink(missing_ok=True)
         self._ready.bind(str(notify))
-        client = f"http://{self.endpoint}"
+        client = f"{'https' if '--cert-file' in flags else 'http'}://{self.endpoint}"
         command = [
             *("setpriv", "--pdeathsig", "KILL"),  # a killed test session leaves none behind
             *(str(binary()), "--name", self.name, "--data-dir", str(self._folder / self.name)),
@@ -135,7 +135,8 @@ class Etcd:
     def __init__(
         self, count: int = 1, hosts: Sequence[str] = (), popens: Sequence[Popen] = (), flags: Sequence[str] = ()
     ) -> None:
-        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        root = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        _remove_left_over(root)
         self._folder = Path(tempfile.mkdtemp(prefix=f"paceline-etcd-{os.getpid()}-", dir=root))
         self._flags = flags
         ports = [(2379, 2380)] * count if hosts else list(zip(*[_free_ports(2 * count)] * 2, strict=True))
@@ -149,12 +150,14 @@ class Etcd:
 
     @property
     def address(self) -> str:
-        return "etcd://" + ",".join(server.endpoint for server in self.servers)
+        return ("etcds://" if "--cert-file" in self._flags else "etcd://") + ",".join(
+            server.endpoint for server in self.servers
+        )
 
     def start(self, *servers: Server) -> None:
         """These, or all; they serve when this returns."""
         for server in servers or self.servers:
-            server.start(self._cluster, *self._flags)
+            server.start(self._cluster, self._flags)
         for server in servers or self.servers:
             server.wait()
 
@@ -186,6 +189,13 @@ class Etcd:
         for server in self.servers:
             server.stop()
         shutil.rmtree(self._folder)
+
+
+def _remove_left_over(root: Path) -> None:
+    """What test sessions that were killed have left: their servers died with them."""
+    for folder in root.glob("paceline-etcd-*-*"):
+        if not Path("/proc", folder.name.split("-")[2]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_ports(count: int) -> Iterator[int]:

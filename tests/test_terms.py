@@ -31,10 +31,14 @@ def simulate(script: Script, workers: int, starts: int, seed: int, faults: list[
         for number in there:
             got = results[number]
             assert got.weights == want.weights, f"worker {number} has other weights"
-            assert got.delivered == {step: want.delivered[step] for step in got.delivered}, "a share was not counted once"
+            assert got.delivered == {step: want.delivered[step] for step in got.delivered}, (
+                "a share was not counted once"
+            )
             assert got.evaluated == {step: want.evaluated[step] for step in got.evaluated}
     except BaseException as error:
-        error.add_note(f"{script}, {workers} workers, {starts} starts, seed {seed}, {faults}\n" + "\n".join(world.story))
+        error.add_note(
+            f"{script}, {workers} workers, {starts} starts, seed {seed}, {faults}\n" + "\n".join(world.story)
+        )
         raise
     return world
 

@@ -145,11 +145,7 @@ class _Service:
         state = self._local.read().state
         journal = Journal.decode(state) if state else first_journal(reach.leader, place.secret, join)
         seeker = Seeker(reach.leader, place.secret, self._job.settings.store, reach.run, lease)
-        outcome = Follower(self._node, self._local, journal, seeker, join).serve()
-        if isinstance(outcome, Ended):
-            self._local.remove(self._node.fence)
-            Rendezvous.remove(self._node.folder, self._node.number)
-        return outcome
+        return Follower(self._node, self._local, journal, seeker, join).serve()
 
 
 if __name__ == "__main__":

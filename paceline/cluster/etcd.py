@@ -3,16 +3,17 @@
 A run has the keys below `/paceline/<run>/`:
 
     fence          the leader's number
-    leader         its process, its address, and the name of the attempt that made it leader
+    leader         its process, its address, and the name of the store that it opened
     beat           put again at every sign of life: its version is the count of them
     turn           the name of the last write
     state          what the leader has decided
     views/<term>   created once, never changed
 
 Every change is one transaction that compares the fence. An answer can be lost, and a question can lie in a
-frozen server and be heard long after it was asked again elsewhere. So each attempt to lead and each write has
-a name of its own: when the comparison fails, the name that is there says whether an earlier asking did it.
-And a write follows the one before it by name, so that one heard too late changes nothing. No torch in here.
+frozen server and be heard long after it was asked again elsewhere. So each leader and each write has a name of
+its own: when the comparison fails, the name that is there says whether an earlier asking did it. And a write
+follows the one before it by name, so that one heard too late changes nothing. After StoreUnreachable the same
+can be asked again, by the same store. No torch in here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ Part = dict[str, Any]
 class _Leader(msgspec.Struct):
     pid: int
     address: str
-    attempt: str
+    store: str
+
+
+class _View(msgspec.Struct):
+    fence: int
+    members: tuple[int, ...]
 
 
 class _Found(msgspec.Struct):
@@ -56,6 +62,7 @@ class EtcdStore(Store):
         self.run = run
         self._gateway = Gateway(Address.parse(address))
         self._prefix = f"/paceline/{run}/"
+        self._name = secrets.token_hex(8)
         self._turn = b""
         self._state, self._state_revision = b"", 0
         """As last read: it is not sent again while it stays the same."""
@@ -66,8 +73,12 @@ class EtcdStore(Store):
         store = cls(address, f"{run}-{secrets.token_hex(8)}")
         nobody = msgspec.json.encode(_Leader(0, "", ""))
         parts = [store._put("leader", nobody), *(store._put(name, b"") for name in ("beat", "turn", "state"))]
-        # Where the fence is there already, an earlier asking was heard.
-        store._change([store._is_absent("fence")], [store._put("fence", b"0"), *parts], [store._get("fence")])
+        try:
+            # Where the fence is there already, an earlier asking was heard.
+            store._change([store._is_absent("fence")], [store._put("fence", b"0"), *parts], [])
+        except BaseException:
+            store.close()
+            raise
         return store
 
     def read(self) -> Record:
@@ -75,19 +86,22 @@ class EtcdStore(Store):
         small = self._get("beat", to="state")  # beat, fence, leader
         _, found = self._change([known], [small], [small, self._get("state")])
         if "fence" not in found:
-            raise StoreGone(f"{self.run} is gone: the run is over")
+            self._raise_fenced(0, found)
         if "state" in found:
             self._state, self._state_revision = found["state"].bytes, int(found["state"].mod_revision)
         leader = msgspec.json.decode(found["leader"].bytes, type=_Leader)
         return Record(int(found["fence"].bytes), leader.pid, leader.address, self._state, int(found["beat"].version))
 
     def lead(self, after: int, pid: int, address: str = "") -> int:
-        leader = msgspec.json.encode(_Leader(pid, address, secrets.token_hex(8)))
+        leader = msgspec.json.encode(_Leader(pid, address, self._name))
         mine = [self._put("fence", b"%d" % (after + 1)), self._put("leader", leader), self._get("turn")]
         there = [self._get(name) for name in ("fence", "leader", "turn")]
         done, found = self._change([self._has_fence(after)], mine, there)
-        if not done and ("leader" not in found or found["leader"].bytes != leader):
-            self._raise_fenced(after, found)
+        if not done:
+            if _bytes(found, "fence") != b"%d" % (after + 1) or _bytes(found, "leader") != leader:
+                self._raise_fenced(after, found)
+            # An earlier asking was heard, perhaps a lease ago: only a beat tells that the lead is still there.
+            self.beat(after + 1)
         self._turn = found["turn"].bytes
         return after + 1
 
@@ -99,26 +113,27 @@ class EtcdStore(Store):
 
     def write(self, fence: int, state: bytes, views: Sequence[View] = ()) -> None:
         name = secrets.token_hex(8).encode()
-        places = {f"views/{view.term:020}": msgspec.json.encode(view.members) for view in views}
-        parts = [self._put("state", state), self._put("beat", b""), self._put("turn", name)]
-        parts += [self._put(place, members) for place, members in places.items()]
-        absent = [self._is_absent(place) for place in places]
+        fresh = {f"views/{view.term:020}": msgspec.json.encode(_View(fence, view.members)) for view in views}
+        look = [self._get("fence"), self._get("turn"), *map(self._get, fresh)]
         while True:
-            allowed = [self._has_fence(fence), self._compare("turn", "VALUE", value=_text(self._turn)), *absent]
-            done, found = self._change(allowed, parts, [self._get("fence"), self._get("turn")])
-            before, self._turn = self._turn, name if done else found["turn"].bytes if "turn" in found else b""
+            allowed = [self._has_fence(fence), self._compare("turn", "VALUE", value=_text(self._turn))]
+            allowed += map(self._is_absent, fresh)
+            parts = {"state": state, "beat": b"", "turn": name, **fresh}
+            done, found = self._change(allowed, [self._put(key, value) for key, value in parts.items()], look)
+            self._turn = name if done else _bytes(found, "turn")
             if self._turn == name:
                 return
-            if "fence" not in found or found["fence"].bytes != b"%d" % fence:
+            if _bytes(found, "fence") != b"%d" % fence:
                 self._raise_fenced(fence, found)
-            if self._turn == before:
-                raise TermTaken(f"one of the terms {[view.term for view in views]} has its view already")
-            # Else a write whose answer was lost has been heard meanwhile: this one comes after it.
+            # Else a write whose answer was lost has been heard: this one comes after it, and what both say stands.
+            for key in set(fresh) & set(found):
+                if found[key].bytes != fresh.pop(key):
+                    raise TermTaken(f"of the terms {[view.term for view in views]} one has its view already")
 
     def views(self) -> list[View]:
         answer = self._gateway.ask("kv/range", self._range("views/", to="views0"))
-        found = msgspec.convert(answer.get("kvs", []), list[_Found])
-        return [View(int(b64decode(kv.key)[-20:]), msgspec.json.decode(kv.bytes, type=tuple[int, ...])) for kv in found]
+        found = {int(b64decode(kv.key)[-20:]): kv.bytes for kv in msgspec.convert(answer.get("kvs", []), list[_Found])}
+        return [View(term, msgspec.json.decode(raw, type=_View).members) for term, raw in found.items()]
 
     def close(self) -> None:
         self._gateway.close()
@@ -164,6 +179,10 @@ class EtcdStore(Store):
 
     def _is_absent(self, name: str) -> Part:
         return self._compare(name, "CREATE", create_revision="0")
+
+
+def _bytes(found: dict[str, _Found], key: str) -> bytes:
+    return found[key].bytes if key in found else b""
 
 
 def _text(value: bytes) -> str:

@@ -103,7 +103,7 @@ class Gateway:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._tls = ssl.create_default_context(cafile=os.environ.get(_CA)) if address.tls else None
+        self._tls = _authorities() if address.tls else None
         self._endpoints = deque(_look_up(address))
         """The one that answered last comes first."""
         self._connection: http.client.HTTPConnection | None = None
@@ -187,6 +187,14 @@ class Gateway:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
+
+
+def _authorities() -> ssl.SSLContext:
+    """Whose signature on a server's certificate counts: the system's choice, or the user's."""
+    try:
+        return ssl.create_default_context(cafile=os.environ.get(_CA))
+    except OSError as error:
+        raise UsageError(f"{_CA} is {os.environ.get(_CA)}, which is no file of certificates: {error}") from None
 
 
 def _look_up(address: Address) -> list[_Endpoint]:

@@ -25,7 +25,6 @@ from paceline.cluster.journal import Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.office import Office
 from paceline.cluster.outposts import Outposts
-from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import FencedError, StoreUnreachable
 from paceline.watch.verdict import QUIET_S, verdict
 
@@ -89,7 +88,8 @@ class Leader:
                 "the agent that led before is gone or frozen",
                 fence=self._office.fence,
                 pid=os.getpid(),
-                notice="the coordinator is gone: the standby leads now",
+                machine=self._node.number,
+                notice=f"the coordinator is gone: {self._successor} leads now",
             )
         self._node.begin(self)
         if self._outposts is not None and self.journal.awaited:
@@ -98,6 +98,10 @@ class Leader:
                 f"{self._outposts.address} --secret-file {self._folder.secret}"
             )
             self._folder.event("awaiting", words, address=self._outposts.address, notice=words)
+
+    @property
+    def _successor(self) -> str:
+        return "the standby" if self._node.fence > 1 else f"the agent of machine {self._node.number}"
 
     def _turn(self) -> None:
         # A plan of faults wants to be met to the step.
@@ -136,7 +140,6 @@ class Leader:
         self._office.close_for_good()
         if self._outposts is not None:
             self._outposts.end(code)
-        Rendezvous.remove(self._folder, self._node.number)
         self._node.leave(code)
         return code
 

@@ -75,7 +75,7 @@ class Node:
         hire: type[Crew] = Crew,
     ) -> None:
         self.job, self.folder, self.place, self.kept, self.fence = job, folder, place, lead.kept, lead.fence
-        self.number = place.machine
+        self.number, self._local = place.machine, lead.store
         board = lead.kept.get(BOARD)
         assert board is not None
         self.board = Board(os.dup(board[0]), board[1])
@@ -151,6 +151,8 @@ class Node:
 
     def leave(self, code: int) -> None:
         """The run is over. When whoever watches hears of it, nothing of it is left here but this process."""
+        self._local.remove(self.fence)
+        Rendezvous.remove(self.folder, self.number)
         for peer in self.desk.shadows:
             peer.send(Ended(code))
         self.crew.close(quit_nursery=True)

@@ -36,8 +36,9 @@ class Office:
             raise StoreUnreachable("the store was not reached for too long")
 
     def close_for_good(self) -> None:
-        """The run is over."""
-        self.store.remove(self.fence)
+        """The run is over; a machine's own store is its node's to remove."""
+        if self._tenure is not None:
+            self.store.remove(self.fence)
 
     def _while_it_lasts(self, attempt: Callable[[], None]) -> None:
         """Again and again: what was heard twice is done once."""

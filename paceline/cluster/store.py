@@ -177,7 +177,7 @@ class LocalStore(Store):
         except BaseException as error:
             self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.IntegrityError):
-                raise TermTaken(f"one of the terms {[view.term for view in views]} has its view already") from None
+                raise TermTaken(f"of the terms {[view.term for view in views]} one has its view already") from None
             raise
 
     def views(self) -> list[View]:

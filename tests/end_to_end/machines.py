@@ -11,13 +11,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.store import LocalStore
-from tests.end_to_end.launching import Going, environment, write_script
+from tests.end_to_end.launching import PATIENCE_S, Going, environment, write_script
 from tests.leaks import end_processes_of, processes_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ class Spread(Going):
         self.agents.append(agent)
         return agent
 
+    def wait_for_event(self, name: str, **fields: Any) -> dict[str, Any]:
+        """The terminal may be gone with its machine: this waits for the event alone."""
+        deadline, found = time.monotonic() + PATIENCE_S, self.event(name, **fields)
+        while (event := found()) is None:
+            assert time.monotonic() < deadline, f"{name} {fields} has not come: {self.lines('events.jsonl')}"
+            time.sleep(0.005)
+        return event
+
     def workers_on(self, machine: int) -> dict[int, int]:
         """Workers that were started there and have not ended, with their processes."""
         events = self.lines("events.jsonl")
@@ -61,7 +70,7 @@ class Spread(Going):
     def speakers(self) -> list[int]:
         """For each machine, the agent that has it in hand."""
         found = []
-        for path in sorted(self.folder.glob("agent*.json")):
+        for path in sorted(self.folder.glob("agent*.json"), key=lambda path: (len(path.name), path.name)):
             with contextlib.closing(LocalStore(Path(json.loads(path.read_text())["store"]))) as store:
                 found.append(store.read().pid)
         return found

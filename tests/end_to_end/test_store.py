@@ -1,0 +1,110 @@
+"""A run whose decisions are in etcd: any machine may be lost, the first one too."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.launching import launch
+from tests.end_to_end.machines import Spread, spread
+from tests.end_to_end.test_coordinator import SCRIPT, finish
+from tests.etcd import Etcd
+
+FLAGS = ("--slots", "8", "--lease", "1.5")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    text = SCRIPT.replace("run.step >= 300", "False")
+    return launch(folder, text, "-n", "1", "--slots", "8", name="clean").weights
+
+
+@pytest.fixture
+def etcd() -> Iterator[Etcd]:
+    with Etcd() as server:
+        yield server
+
+
+def summary_of(run: Spread) -> dict[str, Any]:
+    """Once the agents of the machines that are left have ended; the terminal may have died with the first one."""
+    finish(run)
+    for agent in run.agents:
+        assert agent.wait(60) == 0
+    return dict(json.loads((run.folder / "summary.json").read_text()))
+
+
+def one_of_each(run: Spread) -> list[int]:
+    """Never two leaders under one fence, never two views in one term; the fences."""
+    events = run.lines("events.jsonl")
+    fences = [event["fence"] for event in events if event["event"] == "leading"]
+    terms = [event["term"] for event in events if event["event"] == "view"]
+    assert len(set(fences)) == len(fences) and len(set(terms)) == len(terms), (fences, terms)
+    return fences
+
+
+def test_the_first_machine_is_lost(tmp_path: Path, seed: int, weights: str, etcd: Etcd) -> None:
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(random.Random(seed).randrange(1, 250))
+        run.kill_machine(0)
+        led = run.wait_for_event("leading")
+        assert led["machine"] == 1
+        run.wait_for_event("machine", machine=0)
+        summary = summary_of(run)
+    assert summary["weights_sha256"] == weights
+    assert one_of_each(run) == [2]
+
+
+def test_the_agent_that_leads_is_killed(tmp_path: Path, weights: str, etcd: Etcd) -> None:
+    """Its machine's standby has seen it die, and need not wait for a lease."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        run.wait_for(lambda: len(run.agents_of(0)) == 2, "its standby")
+        os.kill(run.speakers()[0], signal.SIGKILL)
+        led = run.wait_for_event("leading")
+        assert led["machine"] == 0
+        assert summary_of(run)["weights_sha256"] == weights
+    assert one_of_each(run) == [2]
+
+
+def test_both_agents_of_the_first_machine_freeze(tmp_path: Path, weights: str, etcd: Etcd) -> None:
+    """Another machine leads; when they thaw, they find that out and follow."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        run.wait_for(lambda: len(run.agents_of(0)) == 2, "its standby")
+        frozen = run.agents_of(0)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        assert run.wait_for_event("leading")["machine"] == 1
+        run.wait_for_event("machine", machine=0)
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        run.wait_for_event("stepped down")
+        run.wait_for(lambda: len(run.workers_on(0)) == 2, "workers on the machine that is back")
+        for worker in run.workers_on(0):
+            run.wait_for_event("joined", worker=worker)
+        assert summary_of(run)["weights_sha256"] == weights
+    one_of_each(run)
+
+
+def test_the_store_is_away_for_a_while(tmp_path: Path, weights: str, etcd: Etcd) -> None:
+    """Nobody leads meanwhile, and nobody needs to: the workers train on."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        etcd.servers[0].freeze()
+        run.wait_for_event("stepped down")
+        step = max(line["step"] for line in run.lines("metrics.jsonl"))
+        run.wait_for_step(step + 5)
+        etcd.servers[0].thaw()
+        run.wait_for_event("leading")
+        run.kill(max(run.workers_on(1)))
+        run.wait_for_event("joined")
+        assert summary_of(run)["weights_sha256"] == weights
+    one_of_each(run)
