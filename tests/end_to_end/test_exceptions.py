@@ -79,13 +79,10 @@ def raised(result: Result) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("order", "step"),
     [
-        ("1:18:batch", 18),
         ("2:18:share", 18),
         ("1:18:optimizer", 18),
         ("1:20:evaluate", 20),
-        ("2:20:epoch", 20),
         ("0:18:share", 18),
-        ("0:18:optimizer", 18),
     ],
 )
 def test_on_one_worker_alone(tmp_path: Path, weights: str, order: str, step: int) -> None:
@@ -114,19 +111,19 @@ def ends_with_the_second(folder: Path, result: Result, step: int, slot: int) -> 
     assert f"(worker {first} raised it too, at {words})" in result.last_line
     assert "Traceback" in failed["trace"] and failed["trace"] in result.err
     assert str(result.summary["exit"]).startswith(f"failed: worker {failed['worker']}: ValueError: ")
-    assert left_processes(str(folder)) == []
 
 
-@pytest.mark.parametrize("slot", [0, 2])
-def test_one_share_that_nobody_can_compute(tmp_path: Path, slot: int) -> None:
-    result = launch(tmp_path, SCRIPT, *THREE, args=(f"any:18:slot {slot}",))
-    ends_with_the_second(tmp_path, result, 18, slot)
+def test_one_share_that_nobody_can_compute(tmp_path: Path) -> None:
+    result = launch(tmp_path, SCRIPT, *THREE, args=("any:18:slot 2",))
+    ends_with_the_second(tmp_path, result, 18, 2)
+    assert left_processes(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("moment", ["batch", "optimizer"])
 def test_on_all_at_once(tmp_path: Path, moment: str) -> None:
     result = launch(tmp_path, SCRIPT, *THREE, args=(f"any:18:{moment}",))
     ends_with_the_second(tmp_path, result, 18, -1)
+    assert left_processes(str(tmp_path)) == []
 
 
 def test_on_all_at_once_in_other_words(tmp_path: Path) -> None:
@@ -263,8 +260,7 @@ loader = DataLoader(Data(), batch_size=24, shuffle=True, num_workers=LOADERS)
 run.prepare("""
 
 
-@pytest.mark.parametrize("flags", [THREE, ("-n", "4", "--slots", "4")], ids=["several slots a worker", "one"])
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize(("loaders", "flags"), [(0, THREE), (2, ("-n", "4", "--slots", "4"))])
 def test_a_sample_that_cannot_be_read(tmp_path: Path, loaders: int, flags: tuple[str, ...]) -> None:
     """Its worker's loader process says so, and then, in other words, the worker that has its share next."""
     text = SCRIPT.replace("run.prepare(", BAD_SAMPLE.replace("LOADERS", str(loaders)), 1)
@@ -294,12 +290,11 @@ TWICE = FLAT.replace(
 ONE_SLOT_EACH = ("-n", "3", "--slots", "3")
 
 
-@pytest.mark.parametrize("order", ["1:18:forward", "0:18:optimizer"])
-def test_in_a_flat_loop(tmp_path: Path, order: str) -> None:
+def test_in_a_flat_loop(tmp_path: Path) -> None:
     clean = launch(tmp_path, FLAT, *ONE_SLOT_EACH, name="clean")
-    result = launch(tmp_path, FLAT, *ONE_SLOT_EACH, args=(order,))
+    result = launch(tmp_path, FLAT, *ONE_SLOT_EACH, args=("1:18:forward", "0:25:optimizer"))
     assert result.weights == clean.weights
-    assert raised(result) == [(int(order[0]), 18, -1)]
+    assert raised(result) == [(1, 18, -1), (0, 25, -1)]
 
 
 def test_in_a_flat_loop_on_all(tmp_path: Path) -> None:
