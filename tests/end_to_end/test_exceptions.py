@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Result, launch
+from tests.end_to_end.launching import HEAD, Result, ended, launch
+from tests.end_to_end.machines import spread
 from tests.end_to_end.test_failures import left_processes
 
 ORDERS = """
@@ -139,6 +140,21 @@ def test_a_spare_takes_its_place(tmp_path: Path, weights: str) -> None:
     result = launch(tmp_path, SCRIPT, *THREE, "--spares", "1", args=("1:18:share", "hold:25:3"))
     assert result.weights == weights
     assert "worker 3 has joined" in result.err and [told[:2] for told in raised(result)] == [(1, 18)]
+
+
+def test_on_another_machine(tmp_path: Path, weights: str) -> None:
+    with spread(tmp_path, SCRIPT.replace("sys.argv[1:]", '["3:18:share"]'), 2, "-n", "4", "--slots", "4") as run:
+        result = ended(run)
+    assert result.weights == weights
+    assert [told[:2] for told in raised(result)] == [(3, 18)]
+
+
+def test_on_two_machines(tmp_path: Path) -> None:
+    """The share goes from a worker of the second machine to one of the first."""
+    with spread(tmp_path, SCRIPT.replace("sys.argv[1:]", '["any:18:slot 1"]'), 2, "-n", "2", "--slots", "2") as run:
+        result = ended(run)
+    ends_with_the_second(tmp_path, result, 18, 1)
+    assert raised(result) == [(1, 18, 1)]
 
 
 BAD_MACHINE = (
