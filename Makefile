@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Test processes at once: a run is mostly one core at work importing torch, so two fill two cores.
+JOBS ?= 2
 
 .PHONY: help demo test lint types bench rehearse docs clean
 
@@ -20,7 +22,7 @@ demo: $(READY) ## LeNet on Fashion-MNIST with 4 workers, one killed on the way
 	$(BIN)/paceline run -n 4 --fault 'kill worker:2 @step 300' examples/fashion_mnist.py
 
 test: $(READY) ## All tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(READY) ## Style
 	$(BIN)/ruff check .

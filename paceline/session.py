@@ -79,6 +79,8 @@ class Session:
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
         self.link: LeaderLink | None = None
+        self.apart = False
+        """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
         self.recoveries = 0
         """Workers that the run has lost and gone on without, as of this view."""
         self.homes: dict[int, int] = {0: 0}
@@ -111,6 +113,7 @@ class Session:
     def _listen(self, ticket: Ticket) -> None:
         from paceline.cluster.listener import Listener
 
+        self.apart = True
         self.listener = Listener(ticket.host, bytes.fromhex(ticket.secret))
         self.ask(Put(f"link/{self.worker}", self.listener.address))
 
@@ -167,11 +170,6 @@ class Session:
     def slower(self) -> float:
         """How many times as long this worker should take: a fault on purpose."""
         return self.board.slow(self.worker)
-
-    @property
-    def apart(self) -> bool:
-        """Whether workers may be on several machines, in this term or another."""
-        return self.listener is not None
 
     @property
     def launched(self) -> bool:

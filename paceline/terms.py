@@ -5,8 +5,8 @@ was waiting calls `next` and tries again with those who remain. Or all let a new
 the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
 they cannot go on with fewer, at the place where they all are (`refill`).
 
-Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There
-every group begins with a word from all on how far they are, and who is behind gets what it missed
+Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There,
+and in a run on several machines in any case, every group begins with a word from all on how far they are, and who is behind gets what it missed
 (`tensors.remembering`): inside the wait that ended, so that its script sees nothing of it. The new group is
 then ready, and is entered at the same place by all: where they meet next; or behind the opening of the next
 reduce point, if somebody has opened it in the term before.
@@ -171,16 +171,15 @@ class Terms:
         assert not opened, f"an agreed term begins, and a reduce point was opened in term {opened}"
         return self._remembered(group)
 
+    def _ends_apart(self, group: Peers) -> bool:
+        """Asked of the run too: one machine's group may follow that of several, and all must agree on what is said in it."""
+        return self._session.apart or not group.ends_together
+
     def _sync(self, group: Peers, term: int) -> int:
-        if not group.ends_together:
-            return self._past.sync(group, term)
-        assert self._past.completed < 1, (
-            "a run whose groups end apart has no others: who remains would not wait for all"
-        )
-        return 0
+        return self._past.sync(group, term) if self._ends_apart(group) else 0
 
     def _remembered(self, group: Peers) -> Peers:
-        if group.ends_together:
+        if not self._ends_apart(group):
             return group
         return Remembering(group, self._session.view.term, self._past, self._missed)
 

@@ -1,7 +1,7 @@
-"""What this process holds that a test may leave behind: children, sockets, memfds, threads, /dev/shm files.
+"""What this process holds that a test may leave behind: children, sockets, memfds, threads, files in memory.
 
 `Held.now()` takes a picture; `leaked(before)` says in words what is there now and was not before, after
-giving what is on its way out a moment to go.
+giving what is on its way out a moment to go. Several test processes may run side by side: each sees its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from paceline.cluster.store import runtime_folder
+
 GRACE_S = 2.0
 _POLL_S = 0.01
 _SHM = Path("/dev/shm")
-_SHM_NAME = re.compile(r"(torch_|paceline)")
-_SHM_OF_PROCESS = re.compile(r"(?:torch_|paceline-etcd-)(\d+)[_-]")
+_OF_PROCESS = re.compile(r"(?:torch_|paceline-etcd-)(\d+)[_-]")
 
 
 def children() -> dict[int, str]:
@@ -96,29 +97,24 @@ def threads() -> dict[int, str]:
 
 
 def shared_files() -> set[str]:
-    """Files of torch and paceline in /dev/shm, without those of living processes that are not our children."""
-    try:
-        names = [name for name in os.listdir(_SHM) if _SHM_NAME.match(name)]
-    except OSError:
-        return set()
+    """What lies in this test process's own runtime folder (the stores of its runs), and torch's files in /dev/shm,
+    without those of living processes that are not our children."""
     ours = {os.getpid(), *children()}
-    return {name for name in names if not _is_anothers(name, ours)}
+    return {str(path) for path in _entries(runtime_folder()) if path.name.startswith("paceline")} | {
+        str(path) for path in _entries(_SHM) if path.name.startswith("torch_") and not _is_anothers(path.name, ours)
+    }
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _is_anothers(name: str, ours: set[int]) -> bool:
-    if name.endswith((".db", ".db-journal")):
-        return _is_open(_SHM / name)
-    match = _SHM_OF_PROCESS.match(name)
+    match = _OF_PROCESS.match(name)
     return bool(match) and int(match[1]) not in ours and Path(f"/proc/{match[1]}").exists()
-
-
-def _is_open(path: Path) -> bool:
-    """Whether a living process has this file open: a run's agents hold their store."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(link) == str(path):
-                return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ class Held:
         words = [f"process {p}: {c}" for p, c in self.children.items() if p not in before.children]
         words += [f"descriptor {name}" for name in self.descriptors - before.descriptors]
         words += [f"thread {name}" for key, name in self.threads.items() if key not in before.threads]
-        words += [f"file {_SHM / name}" for name in sorted(self.files - before.files)]
+        words += [f"file {path}" for path in sorted(self.files - before.files)]
         return words
 
 

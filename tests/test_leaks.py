@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.store import runtime_folder
 from tests.conftest import forget_run
 from tests.leaks import Held, leaked, shared_files
 
@@ -104,13 +105,18 @@ def test_threads_that_were_there_before_are_allowed() -> None:
         thread.join()
 
 
-def test_a_file_in_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tests.leaks._SHM", tmp_path)
+def test_a_file_in_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shm, own = tmp_path / "shm", tmp_path / "own"
+    for folder in (shm, own):
+        folder.mkdir()
+    monkeypatch.setattr("tests.leaks._SHM", shm)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
     before = Held.now()
-    (tmp_path / "torch_abc").touch()
-    (tmp_path / "paceline-1").touch()
-    (tmp_path / "somebody-elses").touch()
-    assert leaked(before, BRIEF) == [f"file {tmp_path}/paceline-1", f"file {tmp_path}/torch_abc"]
+    (shm / "torch_abc").touch()
+    (shm / "paceline-of-another-test-process").touch()
+    (own / "paceline-1.db").touch()
+    (own / "somebody-elses").touch()
+    assert leaked(before, BRIEF) == [f"file {own}/paceline-1.db", f"file {shm}/torch_abc"]
 
 
 def test_files_of_living_strangers_are_not_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,9 +124,14 @@ def test_files_of_living_strangers_are_not_ours(monkeypatch: pytest.MonkeyPatch,
     gone = subprocess.Popen(["true"])
     gone.wait()
     (tmp_path / "torch_1_5_0").touch()  # process 1 lives, and is not our child
-    (tmp_path / f"torch_{os.getpid()}_5_0").touch()
-    (tmp_path / f"torch_{gone.pid}_5_0").touch()
-    assert shared_files() == {f"torch_{os.getpid()}_5_0", f"torch_{gone.pid}_5_0"}
+    ours = [tmp_path / f"torch_{pid}_5_0" for pid in (os.getpid(), gone.pid)]
+    for path in ours:
+        path.touch()
+    assert shared_files() == {str(path) for path in ours}
+
+
+def test_runs_keep_their_files_in_this_test_processs_own_folder() -> None:
+    assert str(os.getpid()) in os.environ["XDG_RUNTIME_DIR"] and runtime_folder() == Path(os.environ["XDG_RUNTIME_DIR"])
 
 
 def test_the_fixture_fails_a_test_that_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

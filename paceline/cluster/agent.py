@@ -29,7 +29,7 @@ from paceline.cluster.office import Office
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.seeking import Seeker, first_journal
 from paceline.cluster.standby import Lead, stand_by
-from paceline.cluster.store import FencedError, LocalStore, open_store
+from paceline.cluster.store import FencedError, LocalStore, StoreGone, open_store
 from paceline.watch.folder import RunFolder
 
 REPLACEMENTS = 100
@@ -60,7 +60,11 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
         try:
             _Service(node, local).serve()
         except Replaced as error:
-            folder.event("stepped down", str(error), machine=machine)
+            folder.event("stepped down", str(error), fence=node.fence, machine=machine)
+        except StoreGone as error:
+            folder.event("over", str(error), machine=machine)
+            node.crew.kill_all()
+            node.leave(1)
         finally:
             node.close()
     return 0
@@ -97,17 +101,23 @@ class _Service:
             else:
                 self._follow()
             return
-        record = self._far.read()
-        # An agent of this machine led, and is known to be gone: nobody needs to wait for a lease.
-        mine = record.address == self._address or (record.fence == 0 and self._node.number == 0)
-        after: int | None = record.fence if mine else None
-        while True:
-            if after is not None and self._try_to_lead(after):
-                return
+        after = self._vacated()
+        while after is None or not self._try_to_lead(after):
             outcome = self._follow()
             if isinstance(outcome, Ended):
                 return
             after = outcome.record.fence
+
+    def _vacated(self) -> int | None:
+        """The fence after which this agent may lead at once: nobody has led yet, or an agent of this machine that
+        is known to be gone."""
+        assert self._far is not None
+        try:
+            record = self._far.read()
+        except OSError:
+            return None
+        mine = record.address == self._address or (record.fence == 0 and self._node.number == 0)
+        return record.fence if mine else None
 
     @property
     def _address(self) -> str:
@@ -122,9 +132,15 @@ class _Service:
         sent = clock()
         try:
             fence = self._far.lead(after, os.getpid(), self._address)
-            return self._lead(Office(self._far, fence, Tenure(self._job.settings.lease, sent)))
+            return self._lead(Office(self._far, fence, Tenure(self._job.settings.lease, sent), self._note_down))
         except (FencedError, OSError):
             return False
+
+    def _note_down(self, state: bytes) -> None:
+        try:
+            self._local.write(self._node.fence, state)
+        except FencedError as error:
+            raise Replaced(str(error)) from None
 
     def _lead(self, office: Office) -> bool:
         state = office.store.read().state
@@ -145,7 +161,7 @@ class _Service:
         state = self._local.read().state
         journal = Journal.decode(state) if state else first_journal(reach.leader, place.secret, join)
         seeker = Seeker(reach.leader, place.secret, self._job.settings.store, reach.run, lease)
-        return Follower(self._node, self._local, journal, seeker, join).serve()
+        return Follower(self._node, self._note_down, journal, seeker, join).serve()
 
 
 if __name__ == "__main__":

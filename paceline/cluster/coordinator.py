@@ -96,7 +96,10 @@ class Coordinator:
     def _joined(self, worker: int) -> None:
         """A newcomer has the run's state."""
         instructions = self.membership.healed(worker)
-        self._folder.event("joined", "it has the run's state", worker=worker, notice=f"worker {worker} has joined")
+        fields = self._home_of(worker)
+        self._folder.event(
+            "joined", "it has the run's state", worker=worker, notice=f"worker {worker} has joined", **fields
+        )
         self.follow_up(instructions)
 
     def leaves(self, number: int) -> None:
@@ -191,9 +194,10 @@ class Coordinator:
             return  # taken over from the last leader
         self.journal.pids[number] = pid
         self.save()
-        home = self.journal.homes[number]
-        fields = {"machine": home} if len(self.journal.machines) > 1 else {}
-        self._folder.event("worker started", self._why_started(number), worker=number, pid=pid, **fields)
+        self._folder.event("worker started", self._why_started(number), worker=number, pid=pid, **self._home_of(number))
+
+    def _home_of(self, number: int) -> dict[str, int]:
+        return {"machine": self.journal.homes[number]} if len(self.journal.machines) > 1 else {}
 
     def _why_started(self, number: int) -> str:
         place = self.journal.places[number]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +22,7 @@ from paceline.cluster.desk import NotNow
 from paceline.cluster.journal import Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.seeking import Found, Gone, Seeker, Vacant
-from paceline.cluster.store import Record, Store
+from paceline.cluster.store import Record
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,17 @@ class MayLead:
 
 
 class Follower:
-    """`local` keeps the last journal for this machine's next agent."""
+    """`note_down` keeps the last journal for this machine's next agent."""
 
-    def __init__(self, node: Node, local: Store, journal: Journal, seeker: Seeker, join: between.Join) -> None:
-        self._node, self._local, self._journal, self._seeker, self._join = node, local, journal, seeker, join
+    def __init__(
+        self,
+        node: Node,
+        note_down: Callable[[bytes], None],
+        journal: Journal,
+        seeker: Seeker,
+        join: between.Join,
+    ) -> None:
+        self._node, self._note_down, self._journal, self._seeker, self._join = node, note_down, journal, seeker, join
         self._leader: Connection | None = None
         self._heard = time.monotonic()
         self._asked: dict[int, Connection] = {}
@@ -142,7 +150,7 @@ class Follower:
     def _take(self, message: msgspec.Struct) -> None:
         match message:
             case between.Told(_, raw) if raw:
-                self._local.write(self._node.fence, raw)
+                self._note_down(raw)
                 self._journal = Journal.decode(raw)
                 self._node.follow()
             case between.Reply(number, raw):

@@ -92,6 +92,7 @@ class Leader:
                 notice=f"the coordinator is gone: {self._successor} leads now",
             )
         self._node.begin(self)
+        self._coordinator.machine_came(self._node.number)  # it may have been given up before it led
         if self._outposts is not None and self.journal.awaited:
             words = (
                 f"waiting for {self.journal.awaited - 1} more machines; on each of them: paceline agent --join "
@@ -196,9 +197,9 @@ class Leader:
                 return
 
     def _tell_waits(self, rows: list[Seen], now: float) -> None:
-        if self.journal.failure is not None:
+        if self.journal.failure is not None or self.journal.awaited:
             return
-        found = verdict(rows)
+        found = verdict([row for row in rows if self._knows_of(row.worker)])
         if found is None:
             self._quiet_s = QUIET_S
         elif now - self._told_wait >= self._quiet_s:
@@ -210,6 +211,11 @@ class Leader:
             if phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
                 # faulthandler writes every thread's stack into the worker's log.
                 self._signal(worker, signal.SIGUSR1)
+
+    def _knows_of(self, worker: int) -> bool:
+        """Whether its row is of now: a new leader has heard of nobody yet."""
+        home = self.journal.homes[worker]
+        return home == self._node.number or (self._outposts is not None and self._outposts.reaches(home))
 
     def _inject(self, rows: list[Seen], seconds: float) -> None:
         plan = self._injection.plan

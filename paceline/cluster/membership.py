@@ -90,6 +90,8 @@ class Membership:
     pending: View | None = None
     room: int = 1 << 30
     """How many the machines that are there have places for."""
+    overtaken: list[int] = field(default_factory=list)
+    """Leavers whose change a death has overtaken: they may have gone by it all the same."""
 
     @staticmethod
     def begin(wanted: int, starts_left: int, spares: int = 0) -> Membership:
@@ -127,6 +129,8 @@ class Membership:
         remaining = tuple(m for m in self.settled.members if self.standing[m] is not Standing.GONE)
         if not remaining:
             return [GiveUp(f"worker {worker} {why}, and no worker is left")]
+        if self.pending is not None:
+            self.overtaken += [m for m in remaining if m not in self.pending.members]
         out: list[Instruction] = []
         for newcomer in self._pending_newcomers():
             if newcomer != worker:
@@ -141,7 +145,7 @@ class Membership:
         """A worker has gone at a step's end, as all had agreed."""
         if self.standing[worker] is Standing.GONE:
             return []
-        if self.pending is None or worker in self.pending.members:
+        if self.pending is None or worker in self.pending.members or worker in self.overtaken:
             return self.died(worker, "left")  # a death overtook the change: the others wait for it once more
         self.standing[worker] = Standing.GONE
         if all(self.standing[m] is Standing.GONE for m in self.settled.members if m not in self.pending.members):

@@ -17,14 +17,24 @@ _AGAIN_S = 0.05
 
 
 class Office:
-    """`tenure`: none, where nobody needs to be told that the leader lives."""
+    """`tenure`: none, where nobody needs to be told that the leader lives.
 
-    def __init__(self, store: Store, fence: int, tenure: Tenure | None = None) -> None:
-        self.store, self.fence, self._tenure = store, fence, tenure
+    `copy` gets what was written: for this machine's next agent, or for this one when it does not lead any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        fence: int,
+        tenure: Tenure | None = None,
+        copy: Callable[[bytes], None] = lambda state: None,
+    ) -> None:
+        self.store, self.fence, self._tenure, self._copy = store, fence, tenure, copy
 
     def write(self, state: bytes, views: Sequence[View]) -> None:
         """FencedError: another one leads. StoreUnreachable: another one will."""
         self._while_it_lasts(lambda: self.store.write(self.fence, state, views))
+        self._copy(state)
 
     def hold(self) -> None:
         """At every turn: beat if it is time, and step down (StoreUnreachable) if the tenure is over."""

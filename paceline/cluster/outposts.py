@@ -128,6 +128,9 @@ class Outposts:
             if journal.homes.get(number) == machine:
                 coordinator.leaves(number)
 
+    def reaches(self, machine: int) -> bool:
+        return machine in self._peers.values()
+
     # what they are told
 
     def tell(self) -> None:

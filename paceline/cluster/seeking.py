@@ -15,7 +15,8 @@ from paceline.cluster.store import Record, Store, StoreGone, open_store
 from paceline.errors import UsageError
 
 _AGAIN_S = 0.1
-_CONNECT_S = 2.0
+_TRIES = 4
+"""In a lease."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Seeker:
                 return Vacant(record)
             address = record.address
         try:
-            return Found(wire.connect(address, self._secret, _CONNECT_S))
+            return Found(wire.connect(address, self._secret, self._lease_s / _TRIES))
         except OSError:
             return None
 

@@ -172,7 +172,7 @@ def test_a_shared_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_ledger_survives_the_way_through_the_store() -> None:
     journal = Journal.begin(3, 0, 7, now=12.5)
     journal.enter(journal.membership.died(1, "was killed"))
-    journal.exits[1], journal.failure = -9, Failure("worker 2:", "boom", "", 1, 2, 13.0)
+    journal.exits[1], journal.failure = -9, Failure("worker 2:", "boom", "", 1, 2)
     assert Journal.decode(journal.encode()) == journal
 
 

@@ -91,8 +91,15 @@ def paceline(*arguments: str, cwd: Path, timeout: float = TIMEOUT_S) -> subproce
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
+        _print_what_happened(cwd)
         end_processes_of(cwd)
         raise
+
+
+def _print_what_happened(folder: Path) -> None:
+    """Of runs that do not end: their folders are soon gone, and what hung once may not hang again for long."""
+    for path in [*folder.rglob("events.jsonl"), *folder.rglob("logs/*.log")]:
+        print(f"--- {path}\n{path.read_text(errors='replace')[-6000:]}")
 
 
 def launch(folder: Path, script: str | Path, *flags: str, args: tuple[str, ...] = (), name: str = "it") -> Result:

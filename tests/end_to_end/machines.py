@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,19 @@ class Spread(Going):
         self.agents.append(agent)
         return agent
 
+    def wait_for_line(self, step: int) -> None:
+        self._wait(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")), f"step {step}")
+
     def wait_for_event(self, name: str, **fields: Any) -> dict[str, Any]:
-        """The terminal may be gone with its machine: this waits for the event alone."""
-        deadline, found = time.monotonic() + PATIENCE_S, self.event(name, **fields)
-        while (event := found()) is None:
-            assert time.monotonic() < deadline, f"{name} {fields} has not come: {self.lines('events.jsonl')}"
+        return dict(self._wait(self.event(name, **fields), f"{name} {fields}"))
+
+    def _wait(self, what: Callable[[], Any], words: str) -> Any:
+        """The terminal may be gone with its machine: this waits for what should come, alone."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := what()):
+            assert time.monotonic() < deadline, f"{words} has not come: {self.lines('events.jsonl')}"
             time.sleep(0.005)
-        return event
+        return found
 
     def workers_on(self, machine: int) -> dict[int, int]:
         """Workers that were started there and have not ended, with their processes."""
@@ -94,25 +100,23 @@ def _command_of(pid: int) -> bytes:
 
 
 def start(command: list[str], folder: Path, network: Network | None, machine: int) -> subprocess.Popen[str]:
-    if network is not None:
-        command = [*network.machine(machine).prefix, *command]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    popen = subprocess.Popen if network is None else network.machines[machine].popen
+    return popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
 def spread(folder: Path, script: str, machines: int, *flags: str, network: Network | None = None) -> Iterator[Spread]:
     """A run named `it` on so many machines, which have all joined."""
     path = write_script(folder, script)
-    host = network.machine(0).address if network is not None else "127.0.0.1"
+    host = network.machines[0].address if network is not None else "127.0.0.1"
     several = ["--machines", str(machines), "--listen", host]
     command = [*_COMMAND, "run", "--runs", "runs", "--name", "it", *several, *flags, str(path)]
     process = start(command, folder, network, 0)
     run = Spread(folder / "runs" / "it", process, folder, network)
     try:
-        for _ in range(machines - 1):
+        for number in range(1, machines):
             run.join()
+            run.wait_for_event("machine", machine=number)  # numbers are given in the order of coming
         yield run
     finally:
         if process.poll() is None or any(agent.poll() is None for agent in run.agents):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import HEAD, environment, launch, write_script
+from tests.leaks import shared_files
 
 FAILING = (
     HEAD
@@ -55,7 +55,7 @@ def left_processes(mark: str) -> list[str]:
 @pytest.mark.parametrize("how", HOWS)
 def test_a_failing_worker_ends_the_run(tmp_path: Path, how: str) -> None:
     code, exit_code, cause = HOWS[how]
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     # One exception alone may be its worker's own fault: see test_exceptions.
     result = launch(tmp_path, FAILING.format(how=code, who=(0, 1, 2) if how == "raises" else (1,)), "-n", "3")
     took = time.time() - float((tmp_path / "failed-at").read_text())
@@ -63,7 +63,7 @@ def test_a_failing_worker_ends_the_run(tmp_path: Path, how: str) -> None:
     assert cause in result.last_line
     assert took < 5.0
     assert left_processes(str(tmp_path)) == []
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_files() <= before
     assert str(result.summary["exit"]).startswith("failed")
     if how == "raises":
         assert "Traceback" in result.err and "train.py" in result.err

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     text = SCRIPT.replace("run.step >= 300", "False")
     return launch(folder, text, "-n", "1", "--slots", "8", name="clean").weights
-
-
-@pytest.fixture
-def etcd() -> Iterator[Etcd]:
-    with Etcd() as server:
-        yield server
 
 
 def summary_of(run: Spread) -> dict[str, Any]:
@@ -94,9 +87,9 @@ def test_both_agents_of_the_first_machine_freeze(tmp_path: Path, weights: str, e
     one_of_each(run)
 
 
-def test_the_store_is_away_for_a_while(tmp_path: Path, weights: str, etcd: Etcd) -> None:
+def test_the_store_is_away_for_a_while(tmp_path: Path, weights: str) -> None:
     """Nobody leads meanwhile, and nobody needs to: the workers train on."""
-    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+    with Etcd() as etcd, spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
         run.wait_for_step(20)
         etcd.servers[0].freeze()
         run.wait_for_event("stepped down")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import textwrap
 import time
@@ -14,12 +15,23 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.cluster.nursing import Born, Event, Exited, Fork, Nursery
+from paceline.launch.environment import nursery_environment
 
 DEADLINE_S = 60.0
 SECRET = bytes(range(32))
+THREADS = 2
+"""More than one: OpenBLAS then starts threads at its import, and must have none at a fork."""
 _numbers = count()
 """Worker numbers; a nursery makes each only once."""
 E = TypeVar("E", bound=Event)
+
+
+def environment() -> dict[str, str]:
+    return nursery_environment(os.environ, THREADS)
+
+
+def new_address() -> str:
+    return f"paceline-test-{secrets.token_hex(8)}"
 
 
 @dataclass
@@ -80,3 +92,10 @@ def ended(pidfd: int) -> bool:
 
 def wait_for_end(pidfd: int) -> None:
     assert select.select([pidfd], [], [], DEADLINE_S)[0], "the process does not end"
+
+
+def wait_in(fifo: Path) -> str:
+    """A script that tells the test it has come this far, and waits for its word."""
+    if not fifo.exists():
+        os.mkfifo(fifo)
+    return f"print(open({str(fifo)!r}).read())"

@@ -36,7 +36,7 @@ class Mesh:
             self._world.send(self._worker, self._members[to], self._name, tag, value)
 
     def _await(self, tags: Iterable[tuple[int, Any]], doing: str) -> list[Any]:
-        """What these members have sent. A death ends the wait, even where all is there."""
+        """What these members have sent. A death ends the wait, and may do so even where all is there."""
         world, wanted = self._world, [(self._members[rank], tag) for rank, tag in tags]
         inbox = world.inbox(self._worker, self._name)
 
@@ -46,8 +46,7 @@ class Mesh:
         def ended() -> bool:
             return world.boards[self._worker].overtaken > self._term
 
-        world.wait(self._worker, lambda: there() or ended(), f"{doing} in term {self._term}")
-        if ended() and (not there() or world.random.random() < 0.3):
+        if world.wait(self._worker, there, f"{doing} in term {self._term}", ended):
             raise TermEnded(f"term {self._term} has ended")
         return [inbox[key] for key in wanted]
 

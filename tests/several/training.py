@@ -54,7 +54,7 @@ class Row:
 class Session:
     """The parts of a session that terms and steppers use, over a simulated world; or alone, without one."""
 
-    slower, at, device, joining = 1.0, "", CPU, False
+    slower, at, device, joining, apart = 1.0, "", CPU, False, False
 
     def __init__(self, world: World | None, worker: int, slots: int) -> None:
         self._world, self.worker = world, worker
@@ -86,6 +86,11 @@ class Session:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def compute(self) -> None:
+        """Anything may happen meanwhile."""
+        if self._world is not None:
+            self._world.wait(self.worker, lambda: True, "computing")
 
     def _ask(self, answer: Callable[[], View | None], asked: str) -> View:
         assert self._world is not None
@@ -202,8 +207,10 @@ class Worker:
                 self._stepper.begin(None)
                 for call, leaves in enumerate(self._script.points):
                     for leaf in self._stepper.shares(leaves):
+                        self._session.compute()
                         self.model(1000 * step + 100 * call + leaf).backward()
                     self._update()
+                    self._session.compute()
                 if self._script.evaluates and step % 2 == 0:
                     self.result.evaluated[step] = self.terms.through(self._evaluate)
                 self._stepper.end()

@@ -45,8 +45,9 @@ class Actor:
         self.number, self._world, self._live = number, world, live
         self.gate = threading.Semaphore(0)
         self.until: Callable[[], bool] = lambda: True
+        self.ends: Callable[[], bool] = lambda: False
         self.doing = "starting"
-        self.killed = self.over = self.left = self.lingers = False
+        self.noticed = self.killed = self.over = self.left = self.lingers = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -75,10 +76,10 @@ class Actor:
 
 @dataclass
 class Fault:
-    """At the event of this number one of the workers is killed, or asked to leave."""
+    """One of the workers is killed (perhaps one that leaves), or asked to leave: at the event of this number, or when somebody first does this."""
 
-    at: int
-    kind: str
+    at: int | str
+    kind: str = "kill"
 
 
 @dataclass
@@ -88,6 +89,8 @@ class World:
     seed: int
     live: Callable[[World, int], None]
     faults: list[Fault] = field(default_factory=list)
+    pace: dict[Any, float] = field(default_factory=dict)
+    """How fast each kind of thing happens; drawn where nothing is said."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -99,7 +102,6 @@ class World:
         self.channels: dict[tuple[int, int], deque[tuple[str, Any, Any]]] = {}
         self.inboxes: dict[tuple[int, str], dict[Any, Any]] = {}
         self.news: list[Callable[[], None]] = []
-        self.pace: dict[Any, float] = {}
         self.events, self._finished = 0, False
         self.story: list[str] = []
         for number in range(self.workers):
@@ -107,13 +109,17 @@ class World:
 
     # what the workers do; each of these is called by the one whose turn it is
 
-    def wait(self, number: int, until: Callable[[], bool], doing: str) -> None:
+    def wait(
+        self, number: int, until: Callable[[], bool], doing: str, ends: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Until this is so; or until the worker notices that this ends its wait, which may take it long. Whether it did."""
         actor = self.actors[number]
-        actor.until, actor.doing = until, doing
+        actor.until, actor.ends, actor.doing, actor.noticed = until, ends, doing, False
         self.turn.release()
         actor.gate.acquire()
         if actor.killed:
             raise Killed
+        return actor.noticed
 
     def send(self, source: int, to: int, group: str, tag: Any, value: Any) -> None:
         if not self.actors[source].killed and to in self.actors and not self.actors[to].over:
@@ -126,7 +132,7 @@ class World:
         """Wait until all have finished; whether they have, or the term has ended."""
         actor = self.actors[number]
         actor.lingers = True
-        self.wait(number, lambda: self.finished or ended(), "done")
+        self.wait(number, lambda: self.finished, "done", ended)
         actor.lingers = self.finished
         return actor.lingers
 
@@ -191,13 +197,17 @@ class World:
                     actor.resume()
 
     def _happens(self) -> None:
-        for fault in [fault for fault in self.faults if fault.at == self.events]:
+        doing = {actor.doing for actor in self.actors.values() if not actor.over}
+        for fault in [fault for fault in self.faults if fault.at == self.events or fault.at in doing]:
+            self.faults.remove(fault)
             self._strike(fault)
         self.events += 1
         choices: list[tuple[Any, Callable[[], None]]] = []
         for number, actor in self.actors.items():
             if not actor.over and actor.until():
                 choices.append((("worker", number), lambda actor=actor: self._resume(actor)))
+            if not actor.over and actor.ends():
+                choices.append((("notices", number), lambda actor=actor: self._notice(actor)))
             if self.letters[number] and not actor.over:
                 choices.append((("board", number), lambda number=number: self._tell(number)))
         for way, channel in self.channels.items():
@@ -207,7 +217,7 @@ class World:
             choices.append(("news", lambda new=new: (self.news.remove(new), new())))
         if not choices:
             raise Stuck("; ".join(f"worker {a.number}: {a.doing}" for a in self.actors.values() if not a.over))
-        paces = [self.pace.setdefault(name, 10 ** self.random.uniform(-1.5, 1.5)) for name, _ in choices]
+        paces = [self.pace.setdefault(name, 10 ** self.random.uniform(-1.7, 1.7)) for name, _ in choices]
         self.random.choices(choices, paces)[0][1]()
 
     def _resume(self, actor: Actor) -> None:
@@ -217,6 +227,10 @@ class World:
         if actor.over and actor.left:
             self.story.append(f"event {self.events}: worker {actor.number} has left")
             self.news.append(lambda: self.follow_up(self.journal.membership.left(actor.number)))
+
+    def _notice(self, actor: Actor) -> None:
+        actor.noticed = True
+        self._resume(actor)
 
     def _tell(self, number: int) -> None:
         self.boards[number] = self.letters[number].popleft()
@@ -233,9 +247,10 @@ class World:
             victim = self.random.choice(staying)
             self.story.append(f"event {self.events}: worker {victim} shall leave")
             self.follow_up(membership.leave(victim))
-        if fault.kind == "kill" and not self._finished:
+        if fault.kind.startswith("kill") and not self._finished:
             coming = [n for n, a in self.actors.items() if not a.over and n not in well]
-            victim = self.random.choice([*well, *coming])
+            leaving = [m for m in well if m not in staying]
+            victim = self.random.choice((fault.kind == "kill a leaver" and leaving) or [*well, *coming])
             if victim in coming or any(m != victim for m in staying):
                 self._kill(victim)
                 self.news.append(lambda: self.follow_up(membership.died(victim, "was killed")))
