@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import __version__
 from paceline.cluster.board import Board, Phase, Row
-from paceline.cluster.link import LeaderLink, NoLeaderError
+from paceline.cluster.link import LAST_WORDS_S, LeaderLink, NoLeaderError
 from paceline.cluster.membership import View
 from paceline.cluster.messages import (
     After,
@@ -411,7 +411,8 @@ class Session:
     def fail(self, failed: Failed) -> None:
         if self.link is not None:
             self.row.enter(Phase.FAILED)
-            self.link.tell(failed)
+            # Nobody else knows why this process ends. If it only follows another's end, they do.
+            self.link.tell(failed, 0.0 if failed.follows else LAST_WORDS_S)
 
     def close(self) -> None:
         if self.listener is not None:
