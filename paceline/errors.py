@@ -4,7 +4,8 @@
     ├── UsageError           the script or the command line must change (exit code 2)
     ├── MismatchError        the workers came to different places in the script
     ├── PeerLostError        another worker died or the run is being stopped
-    │   └── EvictedError     this worker was taken for dead while it was frozen
+    │   ├── EvictedError     this worker was taken for dead while it was frozen
+    │   └── OvertakenError   this newcomer cannot come into the run: another one is started
     └── ResourceError        the machine cannot hold what the run needs
 
 `ValueError` is not used for these, so that a script's own ``except ValueError`` never hides one.
@@ -37,6 +38,12 @@ class PeerLostError(PacelineError):
 
 class EvictedError(PeerLostError):
     """The others have gone on without this worker: it must not touch anything of theirs any more."""
+
+
+class OvertakenError(PeerLostError):
+    """A newcomer's way into the run came to nothing, by the death of another: one more is started in its place."""
+
+    exit_code = 75  # "try again" among sysexits
 
 
 class Departed(SystemExit):

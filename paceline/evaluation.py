@@ -72,6 +72,8 @@ def predict(run: Run, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.T
 def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:
     if not isinstance(loader, DataLoader):
         raise UsageError(f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}")
+    if run.terms.following:
+        return
     meeting = run.terms.meeting
     for number, batch in strided(loader, meeting.rank, meeting.size, mix(run.settings.seed, _KEY)):
         set_seed(mix(run.settings.seed, _KEY, number), run.device)

@@ -63,7 +63,7 @@ class Flat:
     @property
     def allowed(self) -> bool:
         """Whether each worker has one slot."""
-        return self._stepper.slots == self._stepper.workers
+        return self._stepper.slots == self._stepper.workers and not self._stepper.follows
 
     @property
     def recovers(self) -> bool:

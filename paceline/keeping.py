@@ -43,7 +43,7 @@ class Keeping:
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
-            self.ledger.write()  # who starts from this state remembers nothing before it
+            self.ledger.write()
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
@@ -58,6 +58,7 @@ class Keeping:
                 "flat": stepper.flat.capture(),
                 "positions": run._feeding.capture(),
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
+                "receipts": [list(receipt) for receipt in self.ledger.recent],
             }
         )
 
@@ -78,6 +79,7 @@ class Keeping:
         stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
+        self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
     def resume(self, path: Path) -> None:
         """Go on from the run's checkpoint of this name, at any worker count."""

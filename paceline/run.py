@@ -370,7 +370,7 @@ class Run:
         self._tell_the_end(digest)
         if self._stepper is not None:
             self._strategy.close()
-        self.terms.peers.close()
+        self.terms.close()
         self._session.leave()
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,7 @@ from paceline.cluster.link import LAST_WORDS_S, LeaderLink, NoLeaderError
 from paceline.cluster.membership import View
 from paceline.cluster.messages import (
     After,
+    CaughtUp,
     Entering,
     Failed,
     Get,
@@ -38,6 +40,7 @@ from paceline.cluster.messages import (
     Welcome,
 )
 from paceline.errors import Departed, EvictedError, MismatchError, PeerLostError, ResourceError, UsageError
+from paceline.healing import Inlet, Outlet, call_donor, serve_newcomers
 from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
 from paceline.tensors.peers import Alone, Peers, TermEnded
@@ -97,7 +100,7 @@ class Session:
             answer, fds = self.link.greet()
             assert isinstance(answer, Welcome)
             self.board = Board(fds[0], answer.rows)
-            self._take_view(answer)
+            self.take_view(answer)
             if self.ticket.host:
                 self._listen(self.ticket)
         self.joining = self.worker not in self.view.members
@@ -125,15 +128,16 @@ class Session:
         greeting = Hello(self.worker, os.getpid())
         return LeaderLink(ticket.address, bytes.fromhex(ticket.secret), greeting, fence, self.settings.grace)
 
-    def ask(self, message: Any) -> tuple[Any, list[int]]:
+    def ask(self, message: Any, check: Callable[[], None] | None = None) -> tuple[Any, list[int]]:
         """The leader's answer. Whoever leads: a question outlives the one it was put to."""
         assert self.link is not None
         try:
-            return self.link.ask(message, self._check_while_asking)
+            return self.link.ask(message, check or self.check_run)
         except NoLeaderError as error:
             raise PeerLostError(f"{error}: this worker gives up") from None
 
-    def _check_while_asking(self) -> None:
+    def check_run(self) -> None:
+        """Raises if waiting is in vain."""
         if self.board.abort:
             raise PeerLostError("the run is stopping")
         self.check_own_place()
@@ -218,7 +222,7 @@ class Session:
 
     def next_view(self) -> View:
         """A worker of this term is gone: the view of those who remain."""
-        self._take_view(self.ask(After(self.view.term))[0])
+        self.take_view(self.ask(After(self.view.term))[0])
         if self.worker not in self.view.members:
             raise PeerLostError("this worker is not in the run any more")
         return self.view
@@ -227,7 +231,7 @@ class Session:
         """Wait for the next change of the view: its term. The run cannot go on before `needed` workers are there."""
         self.row.enter(Phase.REFILL)
         while (term := self.board.next_term) <= self.view.term:
-            self._check_while_asking()
+            self.check_run()
             for member in self.view.members:
                 if self.board.gone(member):
                     raise TermEnded(f"worker {member} is gone")
@@ -253,11 +257,13 @@ class Session:
         return 0 if self.apart and self.overtaken else self.board.next_term
 
     def enter(self, term: int) -> View:
-        """The view that all have agreed to enter now; a worker that is not in it leaves the run."""
+        """The view that all have agreed to enter now; a member that is not in it leaves the run."""
         answer, _ = self.ask(Entering(term))
         if isinstance(answer, Next):
-            self._take_view(answer)
-        if self.worker not in self.view.members:
+            self.take_view(answer)
+        if self.worker in self.view.members:
+            self.joining = False
+        elif not self.joining:
             self.row.enter(Phase.LEFT)
             raise Departed
         return self.view
@@ -265,14 +271,25 @@ class Session:
     def join(self) -> View:
         """A newcomer's way in: wait for the view it is in."""
         self.row.enter(Phase.JOINING)
-        self._take_view(self.ask(Ready())[0])
+        self.take_view(self.ask(Ready())[0])
         self.joining = False
         return self.view
+
+    def donor(self) -> Inlet:
+        """A newcomer's other way in, while the others train: the line from a member that has the run's state."""
+        return call_donor(self)
+
+    def caught_up(self) -> None:
+        self.ask(CaughtUp())
 
     def healed(self) -> None:
         self.ask(Healed())
 
-    def _take_view(self, answer: Any) -> None:
+    def on_newcomer(self, called: Callable[[Outlet], None]) -> None:
+        """From now on newcomers may call this worker as their donor."""
+        serve_newcomers(self, called)
+
+    def take_view(self, answer: Any) -> None:
         """Ranks follow the machines, in the order in which they first come; so main stays the first."""
         assert isinstance(answer, Next | Welcome)
         self.recoveries = answer.deaths
@@ -321,13 +338,12 @@ class Session:
 
     def _fact(self, key: str) -> str:
         """What another worker of this view has told; it may die before it does."""
-        assert self.link is not None
 
         def check() -> None:
-            self._check_while_asking()
+            self.check_run()
             self._check_term()
 
-        answer, _ = self.link.ask(Get(key), check)
+        answer, _ = self.ask(Get(key), check)
         assert isinstance(answer, Value)
         return answer.value
 

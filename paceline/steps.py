@@ -27,6 +27,7 @@ from paceline.flat import Flat
 from paceline.gaps import Gaps
 from paceline.session import Session, user_line
 from paceline.strategies.base import Point, Strategy
+from paceline.tensors.following import Following
 from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.tree import Plan
 
@@ -174,11 +175,13 @@ class Stepper:
     def meet(self, peers: Peers) -> None:
         """These are the workers now: which slots this one carries may have changed."""
         self._peers, self.workers = peers, peers.size
+        self.follows = peers if isinstance(peers, Following) else None
+        """A newcomer goes behind the others: what it computes is for its script's eyes only."""
         self.flat.meet()
         self.deal_slots()
 
     def deal_slots(self) -> None:
-        self.mine = self.flat.plan.leaves_of(self._peers.rank)
+        self.mine = [0] if self.follows else self.flat.plan.leaves_of(self._peers.rank)
 
     # steps
 
@@ -266,7 +269,8 @@ class Stepper:
         plan, members = self._open(point)
         self._taken = {}
         kept = len(plan.parts(self._peers.rank))
-        due = plan.leaves_of(self._peers.rank)
+        # A script may use what it has computed for a share, so one who follows is shown one too.
+        due = [0] if self.follows else plan.leaves_of(self._peers.rank)
         self.inside = True
         try:
             while True:
@@ -278,7 +282,7 @@ class Stepper:
                 except TermEnded:
                     # What the point's first members have computed stands; the lost ones' shares come here too.
                     self.next_term()
-                    rest = plan.passed_on(members, self._session.view.members)
+                    rest = self._passed_on(plan, members)
                     due = self._strategy.carry_on(point, rest, kept)
                     self.redone += len(due)
                     mine = set(rest.leaves_of(self._peers.rank)) - set(due)
@@ -293,11 +297,17 @@ class Stepper:
         """Begin a point: who takes which share, and who they are."""
         while True:
             try:
-                plan = Plan.of(point.leaves, self._peers.size)
+                leaves = point.leaves
+                plan = self.follows.plan(leaves) if self.follows else Plan.of(leaves, self._peers.size)
                 self._strategy.open(point, plan, flat=False)
                 return plan, self._session.view.members
             except TermEnded:
                 self.next_term()
+
+    def _passed_on(self, plan: Plan, members: tuple[int, ...]) -> Plan:
+        if self.follows is not None:
+            return self.follows.plan(plan.leaves)
+        return plan.passed_on(members, self._session.view.members)
 
     def _times_finer(self, leaves: int) -> int:
         """run.slots(k) over a loader cuts each slot's share into k / slots pieces."""
@@ -323,7 +333,7 @@ class Stepper:
         slower = self._session.slower
         if slower > 1.0:
             time.sleep((slower - 1.0) * (start - begun))
-        self._strategy.fold(leaf)
+        self._strategy.drop() if self.follows else self._strategy.fold(leaf)
         self.slot = -1
         self.split.communication += time.perf_counter() - start
 

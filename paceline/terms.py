@@ -3,13 +3,14 @@
 A term ends for a worker in one of two ways. A peer is gone: `TermEnded` comes out of a wait, and whoever
 was waiting calls `next` and tries again with those who remain. Or all let a newcomer in, and the first of
 the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
-they cannot go on with fewer, at the place where they all are (`refill`).
+they cannot go on with fewer, at the place where they all are (`refill`). On several machines nothing is left to
+be handed over: the newcomer has got the state while they trained, and has come behind them (`healing`).
 
 Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There,
-and in a run on several machines in any case, every group begins with a word from all on how far they are, and who is behind gets what it missed
-(`tensors.remembering`): inside the wait that ended, so that its script sees nothing of it. The new group is
-then ready, and is entered at the same place by all: where they meet next; or behind the opening of the next
-reduce point, if somebody has opened it in the term before.
+and in a run on several machines in any case, every group begins with a word from all on how far they are, and
+who is behind gets what it missed (`tensors.remembering`): inside the wait that ended, so that its script sees
+nothing of it. The new group is then ready, and is entered at the same place by all: where they meet next; or
+behind the opening of the next reduce point, if somebody has opened it in the term before.
 """
 
 from __future__ import annotations
@@ -17,26 +18,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from paceline.cluster.membership import View
+from paceline.cluster.pace import NEAR
 from paceline.data.order import mix
-from paceline.errors import PeerLostError, UsageError
+from paceline.errors import OvertakenError, PeerLostError, UsageError
+from paceline.healing import Donor, Inlet, Stateful, receive_state
 from paceline.session import Session
 from paceline.state.snapshot import Snapshot
+from paceline.tensors.following import Following
 from paceline.tensors.peers import Alone, Peers, TermEnded
 from paceline.tensors.remembering import Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
 
 _STATE, _WRITTEN = mix(201), mix(202)
 Result = TypeVar("Result")
-
-
-class Stateful(Protocol):
-    """What a newcomer gets, and how."""
-
-    def capture(self) -> Snapshot: ...
-    def restore(self, snapshot: Snapshot) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,15 @@ class Terms:
         self._ready: _Ready | None = None
         self._joining = False
         self._recovery: _Recovery | None = None
+        self._donor: Donor | None = None
+        """Where newcomers heal while the others train."""
+        if session.apart:
+            self._donor = Donor(self._past)
+            session.on_newcomer(self._donor.called)
+        self._inlet: Inlet | None = None
+        """A newcomer's line from its own donor, until it is let in."""
+        self._near = False
+        """It has told that it could be."""
         self.catching_up = False
         """A newcomer that has not come to its first batch: what it meets before, the others have met already."""
 
@@ -88,6 +94,11 @@ class Terms:
                 self.next()
         assert self._peers is not None
         return self._peers
+
+    @property
+    def following(self) -> bool:
+        """A newcomer that goes through its script behind another worker: what it would bring, nobody waits for."""
+        return self._inlet is not None and not self.catching_up
 
     @property
     def meeting(self) -> Peers:
@@ -112,6 +123,8 @@ class Terms:
 
     def next(self) -> Peers:
         """A peer is gone: go on with those who remain."""
+        if self._inlet is not None:
+            return self.peers  # which follow them
         ready = self._ready or self._settle()
         if ready.opened and not self._past.opened:
             term, ready.opened = ready.opened, 0
@@ -146,8 +159,7 @@ class Terms:
     def _missed(self) -> bool:
         """A wait of the group has ended with its term; whether its meeting is completed, by somebody who had."""
         completed = self._past.completed
-        if not self._joining:
-            self._settle()
+        self._settle()
         return self._past.completed > completed
 
     def committed(self, step: int) -> None:
@@ -173,7 +185,7 @@ class Terms:
 
     def _ends_apart(self, group: Peers) -> bool:
         """Asked of the run too: one machine's group may follow that of several, and all must agree on what is said in it."""
-        return self._session.apart or not group.ends_together
+        return (self._session.apart and not self._session.joining) or not group.ends_together
 
     def _sync(self, group: Peers, term: int) -> int:
         return self._past.sync(group, term) if self._ends_apart(group) else 0
@@ -181,7 +193,7 @@ class Terms:
     def _remembered(self, group: Peers) -> Peers:
         if not self._ends_apart(group):
             return group
-        return Remembering(group, self._session.view.term, self._past, self._missed)
+        return Remembering(group, self._session.view, self._past, self._missed)
 
     def _with(self, peers: Peers) -> Peers:
         self._peers = peers
@@ -193,15 +205,20 @@ class Terms:
 
     def boundary(self, agreed: int, state: Stateful) -> None:
         """A step is over. Enter the term that all have agreed on, if it is a new one."""
+        if self._inlet is not None:
+            self._come_closer(self._inlet, agreed)
+            return
         if self._ready is not None:
             self.next()
         if agreed > self._session.view.term:
             self._change(agreed, state)
+        if self._donor is not None:
+            self._donor.at_boundary(self._session.view, state)
 
     def refill(self, size: int, state: Stateful) -> None:
         """Wait until there are `size` workers. Whoever comes gets the state of right now: all are at this place."""
         while self.peers.size < size:
-            if not self.peers.ends_together:
+            if self._session.apart:
                 raise UsageError(
                     "a worker is gone, and in a loop without run.slots() nobody else can compute its share where a run is on "
                     "several machines. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
@@ -218,8 +235,8 @@ class Terms:
         members = self._session.enter(term).members
         try:
             peers = self._with(self._build())
-            if all(member in before for member in members):
-                return  # somebody has left: nobody needs anything
+            if self._session.apart or all(member in before for member in members):
+                return  # nobody needs anything
             donor = next(rank for rank, member in enumerate(members) if member in before)
             self._hand_over(peers, state.capture() if peers.rank == donor else None)
         except TermEnded:
@@ -227,8 +244,15 @@ class Terms:
 
     def join(self, state: Stateful) -> None:
         """A newcomer enters: it gets the run's state before its first batch."""
+        if self._session.apart:
+            self._follow(state)
+        else:
+            self._enter(state)
+        self.catching_up = True
+
+    def _enter(self, state: Stateful) -> None:
+        """At a place where all wait until it has the state."""
         self._session.join()
-        self._past.is_new()
         self._joining = True
         try:
             snapshot = self._hand_over(self._with(self._build()), None)
@@ -237,13 +261,10 @@ class Terms:
         self._joining = False
         assert snapshot is not None
         state.restore(snapshot)
-        self.catching_up = True
         self._session.healed()
 
     def _hand_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
         """The donor's state to the newcomer; the others only wait for it."""
-        if not peers.ends_together:
-            return self._send_over(peers, snapshot)
         size = snapshot.nbytes.to_bytes(8, "little") if snapshot else b""
         size = next(said for said in peers.gather(_STATE, size) if said)
         if snapshot is None and not self._joining:
@@ -256,8 +277,41 @@ class Terms:
         peers.gather(_WRITTEN, b"")
         return Snapshot.read(memory.raw(0, count)) if self._joining else None
 
-    def _send_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
-        """Through the group: they share no memory."""
-        said = peers.gather(_STATE, snapshot.to_bytes() if snapshot else b"")
-        self._past.forget()
-        return Snapshot.read(memoryview(next(filter(None, said)))) if self._joining else None
+    # newcomers that nobody waits for
+
+    def _follow(self, state: Stateful) -> None:
+        """Get the state while the others train, and come behind them."""
+        while self._inlet is None:
+            inlet = self._session.donor()
+            try:
+                self._session.view = receive_state(inlet, self._past, state)
+                self._inlet = inlet
+            except OvertakenError:
+                inlet.close()  # nothing is begun yet: another member will do
+
+        def told(view: View) -> None:
+            self._session.view = view
+
+        self._with(Following(self._past, self._session.device, self._inlet.take, told))
+
+    def _come_closer(self, inlet: Inlet, agreed: int) -> None:
+        """A step is over for one who follows: it may be near enough, or all let it in here."""
+        if inlet.behind <= NEAR and not self._near:
+            self._near = True
+            self._session.caught_up()
+        if agreed <= self._session.view.term or self._session.worker not in self._session.enter(agreed).members:
+            return
+        inlet.close()
+        self._inlet = None
+        try:
+            self._with(self._build())
+        except TermEnded as ended:
+            raise OvertakenError(f"{ended}: this join was overtaken, and another worker will be started") from None
+        self._session.healed()
+
+    def close(self) -> None:
+        self.peers.close()
+        if self._donor is not None:
+            self._donor.close()
+        if self._inlet is not None:
+            self._inlet.close()

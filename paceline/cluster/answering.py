@@ -74,7 +74,9 @@ class Answering:
             case messages.Ready():
                 node.master.decide(peer, worker, message)
                 node.desk.wait(peer, ("join", worker))
-            case messages.Healed() | messages.Put() | messages.Failed():
+            case messages.Needed():
+                node.desk.wait(peer, ("needed", worker))
+            case messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed():
                 node.master.decide(peer, worker, message)
             case _:
                 raise ValueError(f"a worker does not say {type(message).__name__}")
@@ -89,6 +91,8 @@ class Answering:
                 return self._next(journal.views[term])
             case ("fact", str(name)) if name in journal.facts:
                 return messages.Value(journal.facts[name])
+            case ("needed", int(worker)) if journal.membership.needs(worker):
+                return self._next(journal.membership.settled)
             case ("join", int(worker)):
                 pending = journal.membership.pending
                 return self._next(pending) if pending and worker in pending.members else None

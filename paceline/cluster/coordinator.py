@@ -21,6 +21,7 @@ from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.office import Office
+from paceline.errors import OvertakenError
 from paceline.watch.folder import RunFolder
 
 _KILLS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
@@ -51,6 +52,9 @@ class Coordinator:
             case messages.Ready():
                 self.follow_up(self.membership.ready(worker))
                 return None
+            case messages.CaughtUp():
+                self._folder.event("caught up", "it follows, and can be let in", worker=worker)
+                self.follow_up(self.membership.ready(worker))
             case messages.Healed():
                 self._joined(worker)
             case messages.Put(key, value):
@@ -273,7 +277,8 @@ class Coordinator:
             self.lose(number, "has ended after its exception")
             return self.journal.failure is None
         a_newcomer = number not in self.membership.settled.members
-        if not (a_newcomer and code < 0) and (code not in _KILLS or not self._job.survives_deaths):
+        given_up = a_newcomer and (code < 0 or code == OvertakenError.exit_code)
+        if not given_up and (code not in _KILLS or not self._job.survives_deaths):
             return False
         if phase == Phase.FINISHED:
             return True

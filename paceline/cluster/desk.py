@@ -15,7 +15,7 @@ from paceline.cluster.door import Door
 from paceline.cluster.messages import ANY
 
 Key = tuple[str, int | str]
-"""A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker)."""
+"""A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker), ("needed", worker)."""
 
 
 class NotNow(Exception):

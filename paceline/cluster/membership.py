@@ -177,6 +177,11 @@ class Membership:
         self.standing[worker] = Standing.READY
         return self._announce()
 
+    def needs(self, worker: int) -> bool:
+        """Whether this newcomer is to come in as soon as it can; it may be a spare, or there are enough now."""
+        coming = [w for w, standing in self.standing.items() if standing in _COMING and not self._is_pending(w)]
+        return worker in coming[: max(0, self.wanted - len(self._staying))]
+
     def healed(self, worker: int) -> list[Instruction]:
         """The pending view is in force: its newcomer has the run's state."""
         if self.pending is None or worker not in self.pending.members or self.standing[worker] is not Standing.READY:
@@ -201,7 +206,7 @@ class Membership:
     def scale(self, wanted: int) -> list[Instruction]:
         """So many should train from now on. Who came last goes first; main stays."""
         self.wanted = wanted
-        staying = [m for m in self.settled.members if self.standing[m] is Standing.MEMBER] + self._pending_newcomers()
+        staying = self._staying
         coming = [w for w, standing in self.standing.items() if standing in _COMING and w not in staying]
         needed = max(0, wanted - len(staying)) + self.spares
         out: list[Instruction] = []
@@ -248,6 +253,11 @@ class Membership:
             coming += 1
             out.append(Start(number, why))
         return out + self._announce()
+
+    @property
+    def _staying(self) -> list[int]:
+        """Who trains and will go on, or is about to begin."""
+        return [m for m in self.settled.members if self.standing[m] is Standing.MEMBER] + self._pending_newcomers()
 
     def _pending_newcomers(self) -> list[int]:
         return [member for member in self.pending.members if member not in self.settled.members] if self.pending else []

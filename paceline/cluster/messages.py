@@ -61,6 +61,15 @@ class Ready(msgspec.Struct, tag=True):
     """A newcomer has come as far as the loop; answered by the `Next` view it is in."""
 
 
+class Needed(msgspec.Struct, tag=True):
+    """The same, where it heals while the others train: answered by the `Next` view that is settled, whose members
+    have the run's state, once it is needed."""
+
+
+class CaughtUp(msgspec.Struct, tag=True):
+    """A newcomer has the run's state, and follows: it can be let in."""
+
+
 class Healed(msgspec.Struct, tag=True):
     """A newcomer has the run's state: its view is in force."""
 
@@ -164,7 +173,7 @@ class Scale(msgspec.Struct, tag=True):
 
 
 Message = (
-    Hello | Welcome | Ready | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
+    Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
     | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)

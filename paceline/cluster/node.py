@@ -245,6 +245,7 @@ class Node:
             job.dry_run,
             job.resume,
             place.reach.host,
+            self.number,
         )
         environment = own_environment(ticket, journal.places[number], place.gpus)
         target = ["-m", job.target] if job.as_module else [job.target]

@@ -28,6 +28,8 @@ class Ticket:
     """The checkpoint to go on from."""
     host: str = ""
     """Where workers of other machines reach this one; nothing, if there are none."""
+    machine: int = 0
+    """Which one this is."""
 
     def encode(self) -> str:
         return json.dumps(self.__dict__)

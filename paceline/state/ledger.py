@@ -15,7 +15,7 @@ import re
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,14 @@ class Ledger:
     def begin(self, lineage: int, head: Head) -> None:
         self.lineage, self.head = lineage, head
         self._recent.clear()
+
+    @property
+    def recent(self) -> list[Receipt]:
+        """What may not be in the file yet, as far as this worker knows."""
+        return list(self._recent)
+
+    def remember(self, receipts: Iterable[Receipt]) -> None:
+        self._recent.extend(receipts)
 
     def add(self, receipt: Receipt, main: bool) -> None:
         """A step is committed. What main has not written when it dies, the next one remembers."""

@@ -57,11 +57,14 @@ class Snapshot:
                 torch.frombuffer(memory, dtype=torch.uint8, count=len(raw), offset=start).copy_(raw)
         return rest
 
-    def to_bytes(self) -> bytes:
+    def packed(self) -> bytearray:
         """For a message; where the state is large, `write` into memory at hand saves a copy."""
         body = bytearray(self.nbytes)
         self.write(memoryview(body))
-        return bytes(body)
+        return body
+
+    def to_bytes(self) -> bytes:
+        return bytes(self.packed())
 
     @staticmethod
     def read(memory: memoryview) -> Snapshot:

@@ -127,15 +127,26 @@ class AllReduce:
     def fold(self, leaf: int) -> None:
         if self._single:
             return
-        replica = self._replica
         if self._kept and (self._weight or leaf == self._last_leaf):
             self._settle_rest(ran=bool(self._weight))
-        grads: list[torch.Tensor | None] = [param.grad if self._weight else None for param in replica.params]
+        grads: list[torch.Tensor | None] = [param.grad if self._weight else None for param in self._replica.params]
         with torch.no_grad():
             moves = self._buffers.take()
             grads += moves if self._weight else [None] * len(moves)
             self._reducer.fold(leaf, grads, self._weight)
-        for param in replica.params:
+        self._share_done()
+
+    def drop(self) -> None:
+        if self._single:
+            return
+        if self._kept and self._weight:
+            self._settle_rest(ran=True)
+        with torch.no_grad():
+            self._buffers.take()
+        self._share_done()
+
+    def _share_done(self) -> None:
+        for param in self._replica.params:
             param.grad = None
         if self._overlap is not None:
             self._overlap.share_done()

@@ -68,6 +68,9 @@ class Strategy(Protocol):
 
     def weigh(self, weight: float) -> None: ...
     def fold(self, leaf: int) -> None: ...
+    def drop(self) -> None:
+        """Instead: that share counts for nothing, and all is as it was before it."""
+
     def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
         """Everybody's lanes, one row a worker."""
 

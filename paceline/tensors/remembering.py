@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.cluster.membership import View
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
@@ -26,7 +28,35 @@ from paceline.tensors.tree import Plan
 
 _SYNC, _SHIP = 211, 212
 _PLACE = struct.Struct("<qqq")
-_NEW = -1
+_NOBODY = View(0, ())
+
+
+@dataclass
+class Met:
+    """What came of a meeting."""
+
+    key: int = 0
+    view: View = _NOBODY
+    """Who has met."""
+    plan: Plan | None = None
+    """By which they had shares, if it was a reduce point."""
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    flats: list[torch.Tensor] = field(default_factory=list)
+    """The point's total."""
+    payloads: list[bytes] = field(default_factory=list)
+    """What everybody said, if it was a gather."""
+
+    def pack(self) -> bytearray:
+        plan = [self.plan.leaves, self.plan.ranges] if self.plan is not None else None
+        view = [self.view.term, self.view.members]
+        tree = [self.key, view, plan, torch.tensor(self.rows), self.flats, self.payloads]
+        return Snapshot(tree).packed()
+
+    @staticmethod
+    def unpack(raw: memoryview, device: torch.device) -> Met:
+        key, view, plan, rows, flats, payloads = Snapshot.read(raw).tree
+        flats = [flat.to(device) for flat in flats]
+        return Met(key, View(*view), Plan(*plan) if plan else None, rows.numpy(), flats, payloads)
 
 
 class OutrunError(Exception):
@@ -46,39 +76,31 @@ class Past:
         """Meetings that it has completed, from the run's start on."""
         self.opened = 0
         """The term in which it has opened the reduce point that comes next; 0: it has not."""
-        self.rows: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
-        self.flats: list[torch.Tensor] = []
-        """What came of the last meeting, if that was a reduce point."""
-        self.payloads: list[bytes] = []
-        """What came of it if it was a gather."""
-
-    def is_new(self) -> None:
-        """This worker has not been in the run before: how far that is it hears from the others."""
-        self.completed = _NEW
+        self.last = Met()
+        self._memory: list[torch.Tensor] = []
+        self.before: Callable[[], None] = lambda: None
+        """Called before each meeting: it may wait."""
+        self.after: Callable[[Met], None] = lambda met: None
+        """Called when one is completed."""
 
     def open(self, term: int) -> None:
         """A point is opened; or carried on, by the plan of the term in which it was."""
         self.opened = self.opened or term
 
-    def met(self, rows: NDArray[np.int64], flats: Sequence[torch.Tensor]) -> None:
+    def reduced(self, met: Met) -> None:
         """A reduce point. The script may change its gradients in place, so they are copied: one pass over memory
         for what has just crossed a network."""
-        if [(flat.shape, flat.dtype) for flat in flats] != [(flat.shape, flat.dtype) for flat in self.flats]:
-            self.flats = [torch.empty_like(flat) for flat in flats]
-        for kept, flat in zip(self.flats, flats, strict=True):
+        flats = met.flats
+        if [(flat.shape, flat.dtype) for flat in flats] != [(flat.shape, flat.dtype) for flat in self._memory]:
+            self._memory = [torch.empty_like(flat) for flat in flats]
+        for kept, flat in zip(self._memory, flats, strict=True):
             kept.copy_(flat)
-        self._completed(rows, [])
+        met.flats = self._memory
+        self.complete(met)
 
-    def gathered(self, payloads: list[bytes]) -> None:
-        self._completed(np.empty((0, 0), dtype=np.int64), payloads)
-
-    def _completed(self, rows: NDArray[np.int64], payloads: list[bytes]) -> None:
-        self.completed, self.opened = self.completed + 1, 0
-        self.rows, self.payloads = rows, payloads
-
-    def forget(self) -> None:
-        """What came of the last meeting is of no use to those who have been in the run."""
-        self.payloads = []
+    def complete(self, met: Met) -> None:
+        self.completed, self.opened, self.last = self.completed + 1, 0, met
+        self.after(met)
 
     # with the others
 
@@ -91,27 +113,15 @@ class Past:
         said = [_PLACE.unpack(raw) for raw in peers.gather(_SYNC, _PLACE.pack(self.completed, self.opened, term))]
         newest = max(completed for completed, _, _ in said)
         ahead = [rank for rank, (completed, _, _) in enumerate(said) if completed == newest]
-        if any(_NEW < completed == newest - 1 for completed, _, _ in said):
-            shipped = peers.gather(_SHIP, self._packed() if peers.rank == ahead[0] else b"")[ahead[0]]
-            if _NEW < self.completed == newest - 1:
-                self._take(shipped, peers.device)
-        if self.completed == _NEW:
-            self.completed = newest
+        if any(completed == newest - 1 for completed, _, _ in said):
+            shipped = peers.gather(_SHIP, bytes(self.last.pack()) if peers.rank == ahead[0] else b"")[ahead[0]]
+            if self.completed == newest - 1:
+                self.complete(Met.unpack(memoryview(shipped), peers.device))
         if self.completed < newest:
             raise OutrunError(f"workers are more than one meeting apart: {said}", max(said[rank][2] for rank in ahead))
         terms = {said[rank][1] for rank in ahead} - {0}
         assert len(terms) < 2, f"workers have opened one reduce point in different terms: {said}"
         return terms.pop() if terms else 0
-
-    def _packed(self) -> bytes:
-        flats = self.flats if self.rows.size else []
-        return Snapshot([torch.tensor(self.rows), flats, self.payloads]).to_bytes()
-
-    def _take(self, shipped: bytes, device: torch.device) -> None:
-        rows, flats, payloads = Snapshot.read(memoryview(shipped)).tree
-        if flats:
-            self.flats = [flat.to(device) for flat in flats]
-        self._completed(rows.numpy(), payloads)
 
 
 class Remembering:
@@ -120,10 +130,11 @@ class Remembering:
 
     ends_together = False
 
-    def __init__(self, peers: Peers, term: int, past: Past, ended: Callable[[], bool]) -> None:
-        self._peers, self._term, self._past, self._ended = peers, term, past, ended
+    def __init__(self, peers: Peers, view: View, past: Past, ended: Callable[[], bool]) -> None:
+        self._peers, self._view, self._past, self._ended = peers, view, past, ended
         self.rank, self.size, self.device, self.reads_late = peers.rank, peers.size, peers.device, peers.reads_late
-        self._rows: NDArray[np.int64] = past.rows
+        self._met = Met()
+        """What comes of the point in hand."""
         self._over = False
         self._lost: TermEnded | None = None
         """A bucket could not leave: that is told where all meet, not in the middle of a backward."""
@@ -146,7 +157,8 @@ class Remembering:
         self._in_term()
         self._lost = None
         self._peers.open(plan, layout, lanes)
-        self._past.open(self._term)
+        self._past.open(self._view.term)
+        self._met = Met(0, self._view, plan)
 
     def parts(self) -> Parts:
         return self._peers.parts()
@@ -160,14 +172,15 @@ class Remembering:
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
         self._in_term()
+        self._past.before()
         try:
             if self._lost is not None:
                 raise self._lost
-            self._rows = self._peers.exchange(key, lanes)
+            self._met.key, self._met.rows = key, self._peers.exchange(key, lanes)
         except TermEnded as ended:
             self._end(ended)
-            return self._past.rows
-        return self._rows
+            return self._past.last.rows
+        return self._met.rows
 
     def repost(self, buckets: Sequence[int]) -> None:
         if self._over:
@@ -180,21 +193,22 @@ class Remembering:
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         if not self._over:
             try:
-                flats = self._peers.total(call, divisor)
-                self._past.met(self._rows, flats)
+                flats = self._met.flats = self._peers.total(call, divisor)
+                self._past.reduced(self._met)
                 return flats
             except TermEnded as ended:
                 self._end(ended)
-        return [flat.clone() for flat in self._past.flats]
+        return [flat.clone() for flat in self._past.last.flats]
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         self._in_term()
+        self._past.before()
         try:
             payloads = self._peers.gather(key, payload)
         except TermEnded as ended:
             self._end(ended)
-            return self._past.payloads
-        self._past.gathered(payloads)
+            return self._past.last.payloads
+        self._past.complete(Met(key, self._view, payloads=payloads))
         return payloads
 
     def close(self) -> None:

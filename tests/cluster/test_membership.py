@@ -250,6 +250,20 @@ def test_a_spare_waits_until_somebody_is_missing_and_is_followed_by_another() ->
     assert membership.settled == View(3, (0, 2))
 
 
+def test_a_newcomer_is_needed_while_somebody_is_missing() -> None:
+    membership = Membership.begin(3, starts_left=5, spares=2)
+    assert not membership.needs(3) and not membership.needs(4)
+    membership.died(1, "was killed")
+    assert membership.needs(3) and not membership.needs(4), "the spare that came first"
+    membership.died(3, "was killed")
+    assert membership.needs(4)
+    membership.ready(4)
+    assert not membership.needs(4) and not membership.needs(5), "it is about to come in"
+    membership.healed(4)
+    assert membership.settled.members == (0, 2, 4)
+    assert not any(map(membership.needs, membership.standing))
+
+
 def test_scaling_keeps_the_spares() -> None:
     membership = Membership.begin(wanted=3, starts_left=9, spares=1)
     membership.ready(3)

@@ -18,13 +18,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.store import LocalStore
-from tests.end_to_end.launching import PATIENCE_S, Going, environment, write_script
+from tests.end_to_end.launching import HEAD, PATIENCE_S, Going, environment, write_script
 from tests.leaks import end_processes_of, processes_of
 
 if TYPE_CHECKING:
     from tests.network import Network
 
 _COMMAND = [sys.executable, "-m", "paceline"]
+
+SCRIPT = (
+    HEAD
+    + """
+import time
+go, coming = run.dir / "go", run.dir / f"coming-{run._session.worker}"
+run.prepare(model, optimizer, loader)
+if run._session.joining:
+    coming.touch()
+for epoch in run.epochs(100):
+    for batch in loader:
+        for x, y in run.slots():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step(); optimizer.zero_grad()
+        run.log(loss=loss.item())
+        if coming.exists() and not run._session.joining:
+            coming.unlink()
+        # From here on it crawls, and only as far as a change of its members needs, until it is let go.
+        while run.step >= 300 and not go.exists():
+            if run._session.board.next_term or any(run.dir.glob("coming-*")):
+                time.sleep(0.03)
+                break
+            time.sleep(0.001)
+"""
+)
 
 
 class Spread(Going):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import launch
-from tests.end_to_end.machines import Spread, spread
-from tests.end_to_end.test_coordinator import SCRIPT
+from tests.end_to_end.machines import SCRIPT, Spread, spread
 from tests.end_to_end.test_store import one_of_each, summary_of
 from tests.etcd import Etcd
 from tests.network import Network

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.launching import Result, ended, launch, paceline
-from tests.end_to_end.machines import Spread, spread
-from tests.end_to_end.test_coordinator import SCRIPT, finish
+from tests.end_to_end.machines import SCRIPT, Spread, spread
+from tests.end_to_end.test_coordinator import finish
 
 FLAGS = ("--slots", "8", "--lease", "1.5")
 
@@ -65,6 +66,40 @@ def test_a_worker_is_killed(tmp_path: Path, machine: int, seed: int, weights: st
         assert started is not None and started["machine"] == machine
         result = completed(run)
     assert result.weights == weights
+    one_view_a_term(result)
+
+
+HELD = SCRIPT.replace(
+    "        if coming.exists()",
+    """
+        while run._session.joining and (run.dir / "hold").exists():
+            (run.dir / f"follows-{run._session.worker}").touch()
+            time.sleep(0.001)
+        if coming.exists()""",
+)
+
+
+def test_a_newcomers_donor_is_killed(tmp_path: Path, weights: str) -> None:
+    """The newcomer gives up, which is no failure of the run, and others come in their place."""
+    with spread(tmp_path, HELD, 2, "-n", "4", *FLAGS) as run:
+        run.wait_for_step(20)
+        (run.folder / "hold").touch()
+        first, donor = sorted(run.workers_on(1))
+        run.kill(first)  # who comes for it will call the other one on its machine
+        run.wait_for(lambda: list(run.folder.glob("follows-*")), "a newcomer that follows")
+        newcomer = max(run.workers_on(1))
+        run.kill(donor)
+        run.wait_for(run.event("worker ended", worker=donor), "the donor's end")
+        (run.folder / "hold").unlink()
+        run.wait_for(run.event("worker ended", worker=newcomer, exit_code=75), "the newcomer's end")
+        (run.folder / f"coming-{newcomer}").unlink()
+        run.wait_for(lambda: len([e for e in run.lines("events.jsonl") if e["event"] == "joined"]) == 2, "two more")
+        result = completed(run)
+    assert result.weights == weights
+    log = (run.folder / "logs" / f"worker-{newcomer}.log").read_text()
+    assert re.search(
+        r"OvertakenError: (the donor (is gone|has hung up)|worker \d, whom this newcomer followed)", log
+    ), log
     one_view_a_term(result)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.launching import launch
-from tests.end_to_end.machines import Spread, spread
-from tests.end_to_end.test_coordinator import SCRIPT, finish
+from tests.end_to_end.machines import SCRIPT, Spread, spread
+from tests.end_to_end.test_coordinator import finish
 from tests.etcd import Etcd
 
 FLAGS = ("--slots", "8", "--lease", "1.5")

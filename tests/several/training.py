@@ -20,6 +20,7 @@ from paceline.steps import Stepper
 from paceline.strategies.allreduce import AllReduce
 from paceline.tensors.peers import Alone, Peers
 from paceline.terms import Terms
+from tests.several.lines import Inlet, Outlet
 from tests.several.mesh import CPU, Mesh
 from tests.several.world import Board, World
 
@@ -63,7 +64,7 @@ class Session:
         self.folder = SimpleNamespace(event=lambda *words, **facts: None)
         if world is not None:
             self.view = world.journal.views[1]
-            self.joining = worker not in self.view.members
+            self.joining, self.apart = worker not in self.view.members, True
 
     @property
     def board(self) -> Any:
@@ -119,20 +120,24 @@ class Session:
     def enter(self, term: int) -> View:
         assert self._world is not None
         self.view = self._world.journal.views[term]
-        if self.worker not in self.view.members:
+        if self.worker in self.view.members:
+            self.joining = False
+        elif not self.joining:
             raise Departed
         return self.view
 
-    def join(self) -> View:
+    def donor(self) -> Inlet:
         assert self._world is not None
-        membership = self._world.journal.membership
+        return Inlet(self._world, self.worker)
 
-        def pending() -> View | None:
-            return membership.pending if membership.pending and self.worker in membership.pending.members else None
+    def on_newcomer(self, called: Callable[[Outlet], None]) -> None:
+        assert self._world is not None
+        world, worker = self._world, self.worker
+        world.handlers[worker, "heal"] = lambda source, tag, value: called(Outlet(world, worker, source, tag))
 
-        self._tell(lambda: membership.ready(self.worker), "is ready")
-        self.view, self.joining = self._ask(pending, "waits to join"), False
-        return self.view
+    def caught_up(self) -> None:
+        assert self._world is not None
+        self._tell(lambda: self._world.journal.membership.ready(self.worker), "is near")  # type: ignore[union-attr]
 
     def healed(self) -> None:
         assert self._world is not None
@@ -258,6 +263,8 @@ def live(script: Script, results: dict[int, Result]) -> Callable[[World, int], N
         session = Session(world, number, script.points[0])
         worker = Worker(session, script)
         results[number] = worker.train()
+        if session.joining:
+            return  # it has only followed
         while not world.linger(number, lambda: session.overtaken):
             worker.terms.next()
 

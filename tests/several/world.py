@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.cluster.journal import Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start
-from paceline.errors import Departed
+from paceline.errors import Departed, OvertakenError
 
 _PATIENCE_S = 30.0
 
@@ -48,6 +48,7 @@ class Actor:
         self.ends: Callable[[], bool] = lambda: False
         self.doing = "starting"
         self.noticed = self.killed = self.over = self.left = self.lingers = False
+        self.overtaken: OvertakenError | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -61,6 +62,8 @@ class Actor:
             pass
         except Departed:
             self.left = True
+        except OvertakenError as error:
+            self.overtaken = error
         except BaseException as error:  # noqa: BLE001  the world raises it again
             self.error = error
         self.over = True
@@ -76,7 +79,8 @@ class Actor:
 
 @dataclass
 class Fault:
-    """One of the workers is killed (perhaps one that leaves), or asked to leave: at the event of this number, or when somebody first does this."""
+    """One of the workers is killed (perhaps one that leaves, a newcomer's donor, or a member that is none), or asked to
+    leave: at the event of this number, or when somebody first does this."""
 
     at: int | str
     kind: str = "kill"
@@ -101,9 +105,14 @@ class World:
         self.letters: dict[int, deque[Board]] = {}
         self.channels: dict[tuple[int, int], deque[tuple[str, Any, Any]]] = {}
         self.inboxes: dict[tuple[int, str], dict[Any, Any]] = {}
+        self.handlers: dict[tuple[int, str], Callable[[int, Any, Any], None]] = {}
+        """Who hears at once what it is sent under a name, instead of looking for it."""
         self.news: list[Callable[[], None]] = []
         self.events, self._finished = 0, False
         self.story: list[str] = []
+        self.donor_of: dict[int, int] = {}
+        """Whom each newcomer has called last."""
+        self.waits_for_newcomers = 0
         for number in range(self.workers):
             self._start(number)
 
@@ -227,6 +236,9 @@ class World:
         if actor.over and actor.left:
             self.story.append(f"event {self.events}: worker {actor.number} has left")
             self.news.append(lambda: self.follow_up(self.journal.membership.left(actor.number)))
+        if actor.over and actor.overtaken is not None:
+            self.story.append(f"event {self.events}: worker {actor.number} ends: {actor.overtaken}")
+            self.news.append(lambda: self.follow_up(self.journal.membership.died(actor.number, "gave up")))
 
     def _notice(self, actor: Actor) -> None:
         actor.noticed = True
@@ -237,7 +249,10 @@ class World:
 
     def _deliver(self, way: tuple[int, int]) -> None:
         group, tag, value = self.channels[way].popleft()
-        self.inbox(way[1], group)[way[0], tag] = value
+        if (way[1], group) in self.handlers:
+            self.handlers[way[1], group](way[0], tag, value)
+        else:
+            self.inbox(way[1], group)[way[0], tag] = value
 
     def _strike(self, fault: Fault) -> None:
         membership = self.journal.membership
@@ -249,8 +264,13 @@ class World:
             self.follow_up(membership.leave(victim))
         if fault.kind.startswith("kill") and not self._finished:
             coming = [n for n, a in self.actors.items() if not a.over and n not in well]
-            leaving = [m for m in well if m not in staying]
-            victim = self.random.choice((fault.kind == "kill a leaver" and leaving) or [*well, *coming])
+            donors = {self.donor_of.get(number) for number in coming}
+            of_kind = {
+                "kill a leaver": [m for m in well if m not in staying],
+                "kill a donor": [m for m in well if m in donors],
+                "kill a bystander": [m for m in well if m not in donors],
+            }
+            victim = self.random.choice(of_kind.get(fault.kind) or [*well, *coming])
             if victim in coming or any(m != victim for m in staying):
                 self._kill(victim)
                 self.news.append(lambda: self.follow_up(membership.died(victim, "was killed")))
