@@ -127,7 +127,7 @@ def _donors(view: View, homes: dict[int, int], machine: int, worker: int) -> lis
     """Members in the order in which they are called. Newcomers that come together do not all call the same one.
 
     >>> _donors(View(1, (0, 1, 2, 3)), {0: 0, 1: 0, 2: 1, 3: 1}, machine=1, worker=5)
-    [3, 2, 1, 0]
+    [2, 3, 1, 0]
     """
     turn = worker % len(view.members)
     order = (*view.members[turn:], *view.members[:turn])
