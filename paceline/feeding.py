@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,6 +19,7 @@ from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
 from paceline.terms import Terms
+from paceline.unwinding import Running, came_through, running_now
 
 
 class Feeding:
@@ -28,6 +31,8 @@ class Feeding:
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
         self._stepper: Stepper | None = None
+        self._closed: Running = []
+        """What was running when the training loop was left before its end."""
 
     @property
     def _split(self) -> Split:
@@ -82,6 +87,11 @@ class Feeding:
 
     def end_loop(self) -> None:
         self._stepper = None
+        self._closed = running_now() if isinstance(sys.exception(), GeneratorExit) else []
+
+    def left_by(self, trace: TracebackType | None) -> bool:
+        """Whether this exception has ended the training loop, rather than coming up before or behind it."""
+        return self.training or came_through(trace, self._closed)
 
     @property
     def at_end(self) -> bool:
@@ -151,6 +161,7 @@ class Feeding:
                 f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
                 "one loader; leave the other out of prepare()"
             )
+        stepper.slot = stepper.mine[0]
         offered = batch.offered() if stepper.flat.allowed else batch
         took = time.perf_counter() - start
         stepper.split.data += took

@@ -46,6 +46,8 @@ class Flat:
         self._stepper, self._session, self._strategy = stepper, session, strategy
         self.known = False
         """The script has trained a step without run.slots()."""
+        self._backwards = 0
+        """In one step, at most."""
         self._unseeded = False
         self._deal: Deal | None = None
         """In a step that has lost a worker; otherwise slots go by rank."""
@@ -62,6 +64,11 @@ class Flat:
     def allowed(self) -> bool:
         """Whether each worker has one slot."""
         return self._stepper.slots == self._stepper.workers and not self._stepper.follows
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the others can go on if this worker is lost now: where each has one share, not everywhere."""
+        return not self.known or (self._backwards < 2 and not self._session.apart)
 
     @property
     def plan(self) -> Plan:
@@ -116,6 +123,7 @@ class Flat:
 
     def end(self) -> None:
         """A step is over: slots go by rank again."""
+        self._backwards = max(self._backwards, self._stepper.call)
         if self._deal is not None:
             self._deal = None
             self._stepper.deal_slots()

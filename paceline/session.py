@@ -1,7 +1,7 @@
 """How a process enters a run: started by an agent, or alone by plain `python`.
 
-A session knows who this process is, where the run's folder lies, what the settings are, and can build
-the group of peers. It trains nothing.
+A session knows who this process is, where the run's folder lies, what the settings are, and who else is
+there. It trains nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from paceline import __version__
+from paceline import __version__, grouping
 from paceline.cluster.board import Board, Phase, Row
-from paceline.cluster.link import LeaderLink, NoLeaderError
+from paceline.cluster.link import LAST_WORDS_S, LeaderLink, NoLeaderError
 from paceline.cluster.membership import View
 from paceline.cluster.messages import (
     After,
@@ -43,7 +42,7 @@ from paceline.errors import Departed, EvictedError, MismatchError, PeerLostError
 from paceline.healing import Inlet, Outlet, call_donor, serve_newcomers
 from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
-from paceline.tensors.peers import Alone, Peers, TermEnded
+from paceline.tensors.peers import Peers, TermEnded
 from paceline.watch.folder import DEFAULT_RUNS, RunFolder
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TELL_AFTER_S = 1.0
 _OTHERS_MAY_SAY_S = 2.0
 _POLL_S = 0.001
-_groups = 0
-"""Groups of peers that this process has joined so far; the same on every worker."""
 
 
 def user_line() -> str:
@@ -299,69 +296,19 @@ class Session:
 
     def peers(self) -> Peers:
         """The group of this view."""
-        if self.joining or self.dry_run or (self.workers == 1 and self.view.term == 1):
-            return Alone(self.device)
-        global _groups
-        _groups = max(_groups + 1, self.view.term)
-        self._name = f"group-{self.view.term}"
-        if self.view.term == 1:
-            self._name += f"-{_groups}"  # a script may train twice: nothing of the first is met again
-        if self.listener is not None:
-            return self._across_machines()
-        transport = self.transport
-        if transport == "shm":
-            from paceline.tensors.shared import SharedPeers
+        return grouping.build(self)
 
-            return SharedPeers(self.rank, self.workers, self._name, self.segment, self)
-        from paceline.tensors.group import GroupPeers, gloo, nccl
-
-        store = self._store()
-        control = gloo(PrefixStore("control", store), self.rank, self.workers)
-        if transport == "gloo":
-            data = gloo(PrefixStore("data", store), self.rank, self.workers)
-            return GroupPeers(self.rank, self.workers, data, control, self, torch.device("cpu"))
-        data = nccl(PrefixStore("data", store), self.rank, self.workers)
-        return GroupPeers(self.rank, self.workers, data, control, self, self.device)
-
-    def _across_machines(self) -> Peers:
-        from paceline.tensors.machines import build
-        from paceline.tensors.mesh import Lines
-
-        assert self.listener is not None and self.ticket is not None
-        members = self.view.members
-        machines = list(dict.fromkeys(self.homes[member] for member in members))
-        sizes = [sum(1 for member in members if self.homes[member] == machine) for machine in machines]
-        firsts = [next(m for m in members if self.homes[m] == machine) for machine in machines]
-        addresses = [self._fact(f"link/{first}") for first in firsts] if len(sizes) > 1 else []
-        lines = Lines(self.listener, addresses, bytes.fromhex(self.ticket.secret))
-        return build(self.rank, sizes, self._name, self.segment, lines, self)
-
-    def _fact(self, key: str) -> str:
-        """What another worker of this view has told; it may die before it does."""
+    def fact(self, key: str) -> str:
+        """What another worker of this view has told. On several machines it may be gone before it does."""
 
         def check() -> None:
             self.check_run()
-            self._check_term()
+            if self.apart:
+                self._check_term()
 
         answer, _ = self.ask(Get(key), check)
         assert isinstance(answer, Value)
         return answer.value
-
-    @property
-    def transport(self) -> str:
-        """How tensors move between the workers."""
-        asked = self.settings.transport
-        return _best_transport(self.device, self.settings) if asked == "auto" else asked
-
-    def _store(self) -> Store:
-        """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""
-        if self.is_main:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.ask(Put(f"{self._name}/store", str(store.port)))
-            return store
-        answer, _ = self.ask(Get(f"{self._name}/store"))
-        assert isinstance(answer, Value)
-        return TCPStore("127.0.0.1", int(answer.value), is_master=False, wait_for_workers=False)
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))
@@ -427,7 +374,8 @@ class Session:
     def fail(self, failed: Failed) -> None:
         if self.link is not None:
             self.row.enter(Phase.FAILED)
-            self.link.tell(failed)
+            # Nobody else knows why this process ends. If it only follows another's end, they do.
+            self.link.tell(failed, 0.0 if failed.follows else LAST_WORDS_S)
 
     def close(self) -> None:
         if self.listener is not None:
@@ -447,14 +395,6 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cuda":
         raise UsageError("--device cuda, but torch sees no GPU here: pass --device cpu, or install a CUDA build")
     return torch.device("cpu")
-
-
-def _best_transport(device: torch.device, settings: Settings) -> str:
-    from paceline.tensors.shared import supported
-
-    if device.type == "cuda" and not settings.share_gpus:
-        return "nccl"
-    return "shm" if supported() else "gloo"
 
 
 __all__ = ["Origins", "Session", "user_line"]

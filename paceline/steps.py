@@ -139,6 +139,10 @@ class Stepper:
         """One share a step: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
         self.batch: Batch | None = None
+        self.in_hand: int | None = None
+        """The step that was begun and has not ended; whoever leaves the loop in it leaves this as it is."""
+        self.slot = -1
+        """Whose share is in hand, likewise."""
         self.active = False
         """Between the start of a step and its end."""
         self.inside = False
@@ -183,7 +187,7 @@ class Stepper:
 
     def begin(self, batch: Batch | None) -> None:
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
-        self.leaves = self.slots
+        self.leaves, self.in_hand, self.slot = self.slots, self.step, -1
         self._strategy.begin_step()
         if not self.flat.begin():
             self._seed_outside()
@@ -200,7 +204,7 @@ class Stepper:
             self.committed([self.stop_code()])
         self._count_step()
         self._over()
-        self.batch = None
+        self.batch = self.in_hand = None
 
     def _over(self) -> None:
         self.active = False
@@ -316,7 +320,7 @@ class Stepper:
         return leaves // self.slots
 
     def _share(self, leaf: int, times: int, only: bool) -> Iterator[Any]:
-        start = time.perf_counter()
+        start, self.slot = time.perf_counter(), leaf // times
         share, weight = self._draw(leaf, times)
         self.split.data += time.perf_counter() - start
         if weight and not only:  # an only share goes on with the numbers of the code around it
@@ -330,6 +334,7 @@ class Stepper:
         if slower > 1.0:
             time.sleep((slower - 1.0) * (start - begun))
         self._strategy.drop() if self.follows else self._strategy.fold(leaf)
+        self.slot = -1
         self.split.communication += time.perf_counter() - start
 
     def _draw(self, leaf: int, times: int) -> tuple[Any, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster import messages
+from paceline.cluster.blame import Raised, why_it_ends
 from paceline.cluster.board import Phase, Stop
 from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Failure, Journal
@@ -62,13 +63,7 @@ class Coordinator:
                 self.changed()
             case messages.Failed():
                 if not message.follows:
-                    self.fail(
-                        f"worker {worker}:" if worker >= 0 else "the run:",
-                        message.summary,
-                        message.traceback,
-                        message.exit_code,
-                        worker,
-                    )
+                    self._raised(worker, message)
             case messages.Stop(who, kill):
                 self.stop(who, _kill_words(who) if kill else who.words, kill)
             case messages.Scale(count):
@@ -239,8 +234,48 @@ class Coordinator:
             trace = _crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)
 
+    def _raised(self, worker: int, failed: messages.Failed) -> None:
+        """A worker ends with an error: its own, as far as anybody can tell, or one that ends the run."""
+        if self._has_raised(worker):
+            return  # told again: the leader that noted it did not come to say so
+        why: str | None = ""
+        if failed.step >= 0 and self._job.survives_deaths:
+            raised = Raised.of(worker, failed.summary, failed.step, failed.slot)
+            why = why_it_ends(self.journal.raised, raised, len(self._who_remains_without(worker)))
+            if why is None and not self.over:
+                self._note(raised, failed.traceback)
+                return
+        text = f"{failed.summary} ({why})" if why else failed.summary
+        who = f"worker {worker}:" if worker >= 0 else "the run:"
+        self.fail(who, text, failed.traceback, failed.exit_code, worker)
+
+    def _note(self, raised: Raised, trace: str) -> None:
+        """The run goes on without this worker, once its process has ended."""
+        self.journal.raised.append(raised)
+        self.save()
+        words = f"worker {raised.worker} raised {raised.said} at {raised.place}"
+        self._folder.event(
+            "raised",
+            words,
+            worker=raised.worker,
+            step=raised.step,
+            slot=raised.slot,
+            trace=trace,
+            notice=f"{words}; if another worker raises it there too, the run ends",
+        )
+
+    def _has_raised(self, worker: int) -> bool:
+        return any(raised.worker == worker for raised in self.journal.raised)
+
+    def _who_remains_without(self, worker: int) -> list[int]:
+        members, exits = self.membership.settled.members, self.journal.exits
+        return [m for m in members if m != worker and m not in exits and not self._has_raised(m)]
+
     def _survives(self, number: int, code: int, phase: Phase) -> bool:
         """Whether the run goes on without this worker, which has just ended."""
+        if self._has_raised(number):
+            self.lose(number, "has ended after its exception")
+            return self.journal.failure is None
         a_newcomer = number not in self.membership.settled.members
         given_up = a_newcomer and (code < 0 or code == OvertakenError.exit_code)
         if not given_up and (code not in _KILLS or not self._job.survives_deaths):

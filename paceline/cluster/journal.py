@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.cluster.blame import Raised
 from paceline.cluster.board import Phase, Stop
 from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Start, View
 
@@ -72,6 +73,8 @@ class Journal(msgspec.Struct):
     main_ready: bool = False
     """Main has come to prepare()."""
     deaths: int = 0
+    raised: list[Raised] = []
+    """Exceptions that were taken for their workers' own fault."""
     failure: Failure | None = None
     stop: Stop = Stop.NONE
     killed: str = ""

@@ -11,6 +11,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ from paceline.cluster.messages import ANY
 
 _POLL_MS = 100
 _RETRY_S = 0.02
+LAST_WORDS_S = 5.0
+"""How long a worker that has failed looks for somebody to tell it to: a frozen leader is replaced after a lease."""
 _AHEAD = 4
 """How many fences beyond the last known one are tried: leaders may have followed each other meanwhile."""
 
@@ -41,37 +44,31 @@ class LeaderLink:
 
     def greet(self) -> tuple[Any, list[int]]:
         """What the leader answers to the greeting."""
-        return self._again(self.attempt)
+        return self._again(self.attempt, self._grace_s)
 
     def ask(self, message: msgspec.Struct, check: Callable[[], None] = lambda: None) -> tuple[Any, list[int]]:
         """The leader's answer, from this leader or the next; `check` is called while waiting, and may raise."""
+        return self._again(lambda: self._once(message, check), self._grace_s)
 
-        def once() -> tuple[Any, list[int]]:
-            if self._socket is None:
-                _, fds = self.attempt()
-                wire.close_all(fds)
-            return self._exchange(message, check)
+    def tell(self, message: msgspec.Struct, patience_s: float) -> None:
+        """Say it if anybody listens, now or within this time."""
+        with suppress(NoLeaderError):
+            self._again(lambda: self._once(message, lambda: None), patience_s)
 
-        return self._again(once)
+    def _once(self, message: msgspec.Struct, check: Callable[[], None]) -> tuple[Any, list[int]]:
+        if self._socket is None:
+            wire.close_all(self.attempt()[1])
+        return self._exchange(message, check)
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Say it if anybody listens right now."""
-        try:
-            if self._socket is None:
-                wire.close_all(self.attempt()[1])
-            self._exchange(message, lambda: None)
-        except OSError:
-            self.close()
-
-    def _again(self, attempt: Callable[[], tuple[Any, list[int]]]) -> tuple[Any, list[int]]:
-        deadline = time.monotonic() + self._grace_s
+    def _again(self, attempt: Callable[[], tuple[Any, list[int]]], grace_s: float) -> tuple[Any, list[int]]:
+        deadline = time.monotonic() + grace_s
         while True:
             try:
                 return attempt()
             except OSError as error:
                 self.close()
                 if time.monotonic() > deadline:
-                    raise NoLeaderError(f"no agent has led the run for {self._grace_s:.0f} s") from error
+                    raise NoLeaderError(f"no agent has led the run for {grace_s:.0f} s") from error
                 time.sleep(_RETRY_S)
 
     def attempt(self) -> tuple[Any, list[int]]:

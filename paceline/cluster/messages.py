@@ -103,6 +103,9 @@ class Failed(msgspec.Struct, tag=True):
     exit_code: int
     follows: bool
     """True when the cause lies elsewhere: another worker was lost, and this one only noticed."""
+    step: int = -1
+    """Where in the training an exception came up; -1: not there, or not one that others may be spared."""
+    slot: int = -1
 
 
 class Done(msgspec.Struct, tag=True):

@@ -17,12 +17,12 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from paceline.cluster.link import LeaderLink
+from paceline.cluster.link import LAST_WORDS_S, LeaderLink
 from paceline.cluster.messages import Failed, Hello
 from paceline.errors import OWN_GROUP, Departed, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
+from paceline.unwinding import raised_at
 
-_LAST_WORDS_S = 5.0
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -115,8 +115,9 @@ def _report(error: BaseException) -> int:
     text = f"{error}" if own else "".join(traceback.format_exception_only(error)).strip()
     trace = "" if own and code == 2 else _frames(error, error.__traceback__)
     follows = isinstance(error, (PeerLostError, KeyboardInterrupt))
+    step, slot = raised_at(_current_run(), error) or (-1, -1)
     sys.stdout.flush()
-    _tell(Failed(text, trace, code, follows=follows))
+    _tell(Failed(text, trace, code, follows, step, slot))
     sys.stderr.write((trace or text) + "\n")
     return code
 
@@ -173,8 +174,8 @@ def _tell(failed: Failed) -> None:
         return
     # A script that fails before init() has no session yet: say it over a link of its own.
     greeting = Hello(handed.worker, os.getpid())
-    link = LeaderLink(handed.address, bytes.fromhex(handed.secret), greeting, lambda: handed.fence, _LAST_WORDS_S)
-    link.tell(failed)
+    link = LeaderLink(handed.address, bytes.fromhex(handed.secret), greeting, lambda: handed.fence, LAST_WORDS_S)
+    link.tell(failed, LAST_WORDS_S)
     link.close()
 
 

@@ -73,7 +73,6 @@ class Reducer:
         self.layout = Layout.of(tensors, count)
         self.peers, self._count = peers, count
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._staged = self._device != peers.device
         self._levels: Parts = []
         self._level_views: list[list[torch.Tensor]] = []
         self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -83,6 +82,11 @@ class Reducer:
         for index, piece in enumerate(self.layout.pieces):
             self._in_bucket[piece.bucket].append(index)
         self._mask_words = -(-len(tensors) // _MASK_BITS)
+
+    @property
+    def _staged(self) -> bool:
+        """Whether sums go through memory of another device; the next group's may be another one's."""
+        return self._device != self.peers.device
 
     # opening
 
