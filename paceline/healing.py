@@ -48,7 +48,7 @@ class Outlet(Protocol):
 class Inlet(Protocol):
     """The way from the donor: see `cluster.stream.Taking`."""
 
-    behind: int
+    near: bool
 
     def take(self) -> memoryview: ...
     def close(self) -> None: ...

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.cluster.membership import View
-from paceline.cluster.pace import NEAR
 from paceline.data.order import mix
 from paceline.errors import OvertakenError, PeerLostError, UsageError
 from paceline.healing import Donor, Inlet, Stateful, receive_state
@@ -296,7 +295,7 @@ class Terms:
 
     def _come_closer(self, inlet: Inlet, agreed: int) -> None:
         """A step is over for one who follows: it may be near enough, or all let it in here."""
-        if inlet.behind <= NEAR and not self._near:
+        if inlet.near and not self._near:
             self._near = True
             self._session.caught_up()
         if agreed <= self._session.view.term or self._session.worker not in self._session.enter(agreed).members:

@@ -23,6 +23,7 @@ _SMOOTH = 0.2
 class Pace:
     def __init__(self, state_bytes: int) -> None:
         self._most = max(_ROOM, 2 * state_bytes)
+        self._begun = False
         self._waiting: deque[int] = deque()
         """Bytes of each entry that was not taken yet."""
         self._bytes = 0
@@ -39,7 +40,10 @@ class Pace:
         self._met_at, self._since = now, 0
 
     def taken(self, now: float) -> None:
-        """The newcomer has taken the next entry."""
+        """The newcomer has taken the state, or then the next entry."""
+        if not self._begun:
+            self._begun = True
+            return
         self._bytes -= self._waiting.popleft()
         self._since += 1
         if self._taken_at is not None:
@@ -51,6 +55,12 @@ class Pace:
     def behind(self) -> int:
         """Entries that are still to be taken."""
         return len(self._waiting)
+
+    @property
+    def near(self) -> bool:
+        """Whether a newcomer that is sent an entry now will be as good as there with it. What it has not taken may be
+        anywhere: the kernels on the way hold megabytes, and over a thin link that is seconds."""
+        return self._begun and self.behind <= NEAR + 1
 
     def may_meet(self, now: float) -> bool:
         """Whether the donor may go to its next meeting now."""

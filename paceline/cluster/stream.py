@@ -25,7 +25,7 @@ from paceline.cluster.pace import Pace
 from paceline.errors import OvertakenError
 
 _HEAD = struct.Struct("<qqqqI")
-"""Of a chunk: the message's number and size, where in it the chunk begins, other entries not taken yet, checksum."""
+"""Of a chunk: the message's number and size, where in it the chunk begins, `Pace.near`, checksum."""
 _CHUNK = 1 << 20
 _TAKEN = b"\1"
 _SLICE_S = 0.01
@@ -48,7 +48,6 @@ class Giving:
         """Guards what follows."""
         self._queue: deque[memoryview] = deque()
         self._pace: Pace | None = None
-        self._untaken_state = True
         self.ended = False
         """The newcomer is gone, or needs nothing any more."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -98,7 +97,7 @@ class Giving:
                 if not out:
                     with self._changed:
                         assert self._pace is not None
-                        out.extend(chunks.next(self._queue, max(0, self._pace.behind - 1)))
+                        out.extend(chunks.next(self._queue, self._pace.near))
                 if out and self._send(out):
                     continue
                 poll.register(self._socket, select.POLLIN | (select.POLLOUT if out else 0))
@@ -137,10 +136,8 @@ class Giving:
             raise ConnectionResetError("the newcomer has hung up")
         with self._changed:
             for _ in said:
-                if self._untaken_state:
-                    self._untaken_state = False
-                elif self._pace is not None and self._pace.behind:
-                    self._pace.taken(time.monotonic())
+                assert self._pace is not None
+                self._pace.taken(time.monotonic())
             self._changed.notify_all()
 
 
@@ -150,13 +147,13 @@ class _Chunks:
     def __init__(self) -> None:
         self._number = self._at = 0
 
-    def next(self, queue: deque[memoryview], behind: int) -> list[memoryview]:
+    def next(self, queue: deque[memoryview], near: bool) -> list[memoryview]:
         """The next chunk and its head; nothing, if there is none. A message leaves the queue with its last one."""
         if not queue:
             return []
         message = queue[0]
         chunk = message[self._at : self._at + _CHUNK]
-        head = _HEAD.pack(self._number, message.nbytes, self._at, behind, zlib.crc32(chunk))
+        head = _HEAD.pack(self._number, message.nbytes, self._at, near, zlib.crc32(chunk))
         self._at += chunk.nbytes
         if self._at == message.nbytes:
             queue.popleft()
@@ -170,8 +167,8 @@ class Taking:
     def __init__(self, sock: socket.socket, check: Check) -> None:
         self._socket, self._check = sock, check
         self._number = 0
-        self.behind = 0
-        """Entries beside the last one that were not taken when it was sent: on the way, or yet to be."""
+        self.near = False
+        """Whether there is hardly anything left to take behind the last message."""
 
     def take(self) -> memoryview:
         """The next message, once it is there. OvertakenError: the donor is gone."""
@@ -179,7 +176,7 @@ class Taking:
         filled = 0
         while not filled or filled < message.nbytes:
             self._read(head)
-            number, size, at, self.behind, checksum = _HEAD.unpack(head)
+            number, size, at, near, checksum = _HEAD.unpack(head)
             if not filled:
                 message = memoryview(bytearray(size))
             if (number, size, at) != (self._number, message.nbytes, filled) or not size:
@@ -189,7 +186,7 @@ class Taking:
             if zlib.crc32(chunk) != checksum:
                 raise OvertakenError(f"what came of message {number} is not what was sent")
             filled += chunk.nbytes
-        self._number += 1
+        self._number, self.near = self._number + 1, bool(near)
         self._say(_TAKEN)
         return message
 

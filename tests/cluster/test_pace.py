@@ -9,12 +9,19 @@ from paceline.cluster.pace import NEAR, Pace
 MIB = 1 << 20
 
 
+def begun() -> Pace:
+    """The newcomer has taken the state."""
+    pace = Pace(MIB)
+    pace.taken(0.0)
+    return pace
+
+
 def follow(
     entry_s: float, step_s: float, head_start: int, hiccup: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[float, float]:
     """A donor that steps every `step_s` if it may, and a newcomer that takes an entry in `entry_s`, but none in the
     hiccup: when the newcomer is near, and the longest gap between two steps."""
-    pace, now = Pace(MIB), 0.0
+    pace, now = begun(), 0.0
     for _ in range(head_start):
         pace.put(MIB, now)
     stepped, takes, longest = 0.0, entry_s, 0.0
@@ -24,7 +31,7 @@ def follow(
         if now >= takes and not hiccup[0] <= now < hiccup[1]:
             pace.taken(now)
             takes = now + entry_s
-            if pace.behind <= NEAR:
+            if pace.near:
                 return now, longest
         if now - stepped >= step_s and pace.may_meet(now):
             longest, stepped = max(longest, now - stepped), now
@@ -50,7 +57,8 @@ def test_nobody_waits_for_one_that_has_not_begun_or_is_near() -> None:
     for number in range(200):
         assert pace.may_meet(number * 0.01)
         pace.put(MIB, number * 0.01)
-    near = Pace(MIB)
+        assert not pace.near, "whatever was sent may lie on the way behind the state"
+    near = begun()
     for number in range(200):
         near.put(MIB, number * 0.01)
         if near.behind > NEAR:
@@ -65,5 +73,7 @@ def test_memory_is_bounded(state: int, room: int) -> None:
         pace.put(100 * MIB, now)
         assert pace.behind * 100 * MIB <= room + 100 * MIB
     assert not pace.may_meet(1e9), "not even after any time"
+    pace.taken(now)
+    assert not pace.may_meet(now), "that was the state"
     pace.taken(now)
     assert pace.may_meet(now)

@@ -16,7 +16,7 @@ class Outlet:
         self._world, self._donor, self.worker, self._name = world, donor, worker, f"entries-{call}"
         self._pace: Pace | None = None
         self._put = 0
-        self._closed = self._begun = False
+        self._closed = False
         world.handlers[donor, self._name] = lambda source, tag, value: self._taken()
 
     @property
@@ -29,15 +29,11 @@ class Outlet:
         else:
             self._pace.put(len(message), self._world.events)
         self._put += 1
-        number = self._put
-        behind = lambda: self._put - number  # noqa: E731  asked when it arrives
-        self._world.send(self._donor, self.worker, self._name, number, (bytes(message), behind))
+        self._world.send(self._donor, self.worker, self._name, self._put, (bytes(message), self._pace.near))
 
     def _taken(self) -> None:
         assert self._pace is not None
-        if self._begun:
-            self._pace.taken(self._world.events)
-        self._begun = True
+        self._pace.taken(self._world.events)
 
     def keep_pace(self) -> None:
         pace, world = self._pace, self._world
@@ -61,9 +57,9 @@ class Inlet:
         self._donor = world.donor_of[worker] = world.random.choice(membership.settled.members)
         Inlet.calls += 1
         self._name = f"entries-{Inlet.calls}"
-        self._came: deque[tuple[bytes, int]] = deque()
-        self.behind, self._doing = 0, "waits for the state"
-        world.handlers[worker, self._name] = lambda source, tag, value: self._came.append((value[0], value[1]()))
+        self._came: deque[tuple[bytes, bool]] = deque()
+        self.near, self._doing = False, "waits for the state"
+        world.handlers[worker, self._name] = lambda source, tag, value: self._came.append(value)
         world.send(worker, self._donor, "heal", Inlet.calls, None)
 
     def take(self) -> memoryview:
@@ -76,7 +72,7 @@ class Inlet:
         if not self._came:
             raise OvertakenError("the donor is gone")
         self._doing = "follows"
-        message, self.behind = self._came.popleft()
+        message, self.near = self._came.popleft()
         world.send(self._worker, self._donor, self._name, "taken", None)
         return memoryview(message)
 
