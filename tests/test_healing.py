@@ -71,7 +71,7 @@ def test_the_donor_is_killed_at_any_moment(first: int) -> None:
 @pytest.mark.parametrize("first", range(3000, 3012, BATCH))
 def test_anybody_is_killed_or_leaves(first: int) -> None:
     worlds = [drawn(seed, "kill", "kill", "leave", starts=6) for seed in range(first, first + BATCH)]
-    assert sum(len(joined(world)) for world in worlds) > BATCH // 2
+    assert sum(len(joined(world)) for world in worlds) >= BATCH // 3
 
 
 SCRIPTS = [Script(30, (4,), True, True), Script(30, (5, 3), True), Script(30, (6,))]
@@ -121,7 +121,7 @@ def test_every_meeting_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     complete = Past.complete
 
     def forgetful(self: Past, met: Met) -> None:
-        after, self.after = self.after, (lambda met: None) if self.completed == 20 else self.after
+        after, self.after = self.after, (lambda met: None) if self.completed % 7 == 0 else self.after
         complete(self, met)
         self.after = after
 
