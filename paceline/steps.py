@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -24,36 +23,16 @@ from paceline.data.receipts import NO_TALLY, Loose, Tally
 from paceline.data.values import leading_size, map_tensors, place
 from paceline.errors import MismatchError, UsageError
 from paceline.flat import Flat
-from paceline.gaps import Gaps
 from paceline.session import Session, user_line
 from paceline.strategies.base import Point, Strategy
 from paceline.tensors.following import Following
 from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.tree import Plan
+from paceline.timing import Gaps, TimeSplit
 
 STOP, DIGEST, TERM = range(3)
 TALLY = slice(3, 6)
 """Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
-
-
-@dataclass
-class TimeSplit:
-    """Seconds of training, by what they were spent on; `compute` is the rest."""
-
-    data: float = 0.0
-    communication: float = 0.0
-    wait: float = 0.0
-    total: float = 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        compute = max(0.0, self.total - self.data - self.communication - self.wait)
-        parts = {
-            "data": self.data,
-            "compute": compute,
-            "communication": self.communication,
-            "wait": self.wait,
-        }
-        return {name: round(seconds, 4) for name, seconds in parts.items()}
 
 
 class Batch:

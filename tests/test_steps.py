@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from paceline.data.loader import build_feed
 from paceline.data.pieces import NOTHING, cut
 from paceline.data.values import map_tensors
-from paceline.steps import Batch, TimeSplit
+from paceline.steps import Batch
+from paceline.timing import TimeSplit
 from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collate, plain, value
 
 

@@ -1,11 +1,32 @@
-"""How evenly a run steps: the time from one step to the next, its median and the longest."""
+"""Where a run's time goes, and how evenly it steps: the time from one step to the next, its median and the longest."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 _LAST = 1024
+
+
+@dataclass
+class TimeSplit:
+    """Seconds of training, by what they were spent on; `compute` is the rest."""
+
+    data: float = 0.0
+    communication: float = 0.0
+    wait: float = 0.0
+    total: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        compute = max(0.0, self.total - self.data - self.communication - self.wait)
+        parts = {
+            "data": self.data,
+            "compute": compute,
+            "communication": self.communication,
+            "wait": self.wait,
+        }
+        return {name: round(seconds, 4) for name, seconds in parts.items()}
 
 
 class Gaps:
