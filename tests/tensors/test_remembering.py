@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.cluster.membership import View
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Alone, TermEnded
-from paceline.tensors.remembering import Ended, OutrunError, Past, Remembering
+from paceline.tensors.remembering import Ended, Met, OutrunError, Past, Remembering
 from paceline.tensors.tree import Plan
 from tests.tensors.together import CPU, Member, together
 
@@ -63,19 +64,20 @@ def remembering(at: str, shipped: bool) -> tuple[Remembering, Past]:
 
     def ended() -> bool:
         if shipped:
-            past.met(ROWS, [torch.full((16,), 5.0)])
+            past.reduced(Met(rows=ROWS, flats=[torch.full((16,), 5.0)]))
         return shipped
 
-    return Remembering(Breaking(at), 4, past, ended), past
+    return Remembering(Breaking(at), View(4, (0,)), past, ended), past
 
 
 def test_an_outcome_is_kept_as_it_was() -> None:
     peers, past = remembering("never", shipped=False)
     rows, flats = point(peers)
     flats[0].zero_()
-    assert past.rows is rows and set(past.flats[0].tolist()[:3]) == {2.0}
+    assert past.last.rows is rows and set(past.last.flats[0].tolist()[:3]) == {2.0}
+    assert (past.last.key, past.last.view, past.last.plan) == (1, View(4, (0,)), Plan.of(1, 1))
     assert (past.completed, past.opened) == (1, 0)
-    assert peers.gather(2, b"said") == past.payloads == [b"said"] and past.completed == 2
+    assert peers.gather(2, b"said") == past.last.payloads == [b"said"] and past.completed == 2
 
 
 @pytest.mark.parametrize("at", ["post", "exchange", "repost", "total"])
@@ -85,7 +87,7 @@ def test_a_point_that_others_have_met_returns_what_came_of_it(at: str) -> None:
     assert rows.tolist() == (ROWS.tolist() if at in ("post", "exchange") else [[0, 0, 0]])
     assert flats[0].tolist() == [5.0] * 16
     flats[0].zero_()
-    assert past.flats[0].tolist() == [5.0] * 16, "it may be asked for again"
+    assert past.last.flats[0].tolist() == [5.0] * 16, "it may be asked for again"
     with pytest.raises(TermEnded):
         peers.gather(1, b"")
     with pytest.raises(TermEnded):
@@ -109,7 +111,9 @@ def test_a_point_that_is_carried_on_keeps_its_first_term() -> None:
     for meet in (lambda: ended.exchange(1, ROWS[0]), lambda: ended.total(0, 1.0), lambda: ended.gather(1, b"")):
         with pytest.raises(TermEnded):
             meet()
-    Remembering(Breaking("never"), 5, past, lambda: False).open(Plan.of(1, 1), Layout.of([torch.empty(3)]), 3)
+    Remembering(Breaking("never"), View(5, (0,)), past, lambda: False).open(
+        Plan.of(1, 1), Layout.of([torch.empty(3)]), 3
+    )
     assert past.opened == 3
 
 
@@ -125,30 +129,32 @@ def synced(pasts: list[Past], term: int = 1) -> list[int]:
 
 def test_who_is_behind_gets_the_rows_and_the_total() -> None:
     pasts = [at(6, opened=1), at(6), at(6, opened=1)]
-    pasts[1].met(ROWS, [torch.full((4,), 0.1), torch.full((2,), 0.1, dtype=torch.float64)])
+    flats = [torch.full((4,), 0.1), torch.full((2,), 0.1, dtype=torch.float64)]
+    pasts[1].reduced(Met(3, View(2, (0, 1, 2)), Plan.of(4, 3), ROWS, flats))
     assert synced(pasts) == [0, 0, 0], "what was opened is met now"
     for past in pasts:
-        assert past.rows.tolist() == ROWS.tolist() and (past.completed, past.opened) == (7, 0)
-        assert [flat.tolist() for flat in past.flats] == [torch.full((4,), 0.1).tolist(), [0.1, 0.1]]
+        assert (past.last.key, past.last.view, past.last.plan) == (3, View(2, (0, 1, 2)), Plan.of(4, 3))
+        assert past.last.rows.tolist() == ROWS.tolist() and (past.completed, past.opened) == (7, 0)
+        assert [flat.tolist() for flat in past.last.flats] == [torch.full((4,), 0.1).tolist(), [0.1, 0.1]]
 
 
 def test_who_is_behind_gets_what_was_said() -> None:
-    pasts = [at(1), at(1)]
-    pasts[0].met(ROWS, [torch.ones(2)])
-    pasts[0].completed = 1
-    pasts[0].gathered([b"a", b""])
+    pasts = [at(0), at(1)]
+    pasts[0].reduced(Met(rows=ROWS, flats=[torch.ones(2)]))
+    pasts[0].complete(Met(payloads=[b"a", b""]))
     synced(pasts)
-    assert pasts[1].payloads == [b"a", b""] and pasts[1].flats == [], "of an older point nothing is sent"
+    assert pasts[1].last.payloads == [b"a", b""] and pasts[1].last.flats == [], "of an older point nothing is sent"
 
 
-def test_a_newcomer_hears_how_far_the_run_is() -> None:
-    newcomer, member = Past(), at(9)
-    newcomer.is_new()
-    assert synced([newcomer, member]) == [0, 0] and newcomer.completed == 9
-    assert newcomer.payloads == []
-    newcomer.is_new()
-    synced([newcomer, at(0)])
-    assert newcomer.completed == 0
+def test_every_meeting_is_told_once_wherever_it_was_completed() -> None:
+    """To newcomers that follow: also one that this worker was shipped."""
+    told: list[list[bytes]] = []
+    pasts = [at(1), at(2)]
+    pasts[1].last = Met(payloads=[b"missed"])
+    pasts[0].after = lambda met: told.append(met.payloads)
+    synced(pasts)
+    Remembering(Breaking("never"), View(2, (0,)), pasts[0], lambda: False).gather(1, b"met")
+    assert told == [[b"missed"], [b"met"]]
 
 
 def test_the_term_in_which_the_next_point_was_opened_is_known_to_all() -> None:
