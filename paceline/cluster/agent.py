@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.cluster import between, wire
+from paceline.cluster import wire
 from paceline.cluster.board import Board
 from paceline.cluster.crew import Crew
 from paceline.cluster.election import Tenure, clock
@@ -29,7 +29,7 @@ from paceline.cluster.office import Office
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.seeking import Seeker, first_journal
 from paceline.cluster.standby import Lead, stand_by
-from paceline.cluster.store import FencedError, LocalStore, StoreGone, open_store
+from paceline.cluster.store import FencedError, LocalStore, Store, StoreGone, open_store
 from paceline.watch.folder import RunFolder
 
 REPLACEMENTS = 100
@@ -90,14 +90,14 @@ class _Service:
         door = node.kept.get(_DOOR)
         if door is not None:
             self._door = socket.socket(fileno=os.dup(door[0]))
-        self._far = open_store(self._job.settings.store, self._reach.run) if self._reach.run else None
-        """The store of a run that outlives any machine."""
+        self._far: Store | None = None
+        """The store of a run that outlives any machine, once it was opened."""
 
     def serve(self) -> None:
         """Until the run ends."""
-        if self._far is None:
+        if not self._reach.run:
             if self._node.number == 0:
-                self._lead(Office(self._local, self._node.fence))
+                self._lead(Office(self._local, self._node.fence), self._local.read().state)
             else:
                 self._follow()
             return
@@ -111,13 +111,18 @@ class _Service:
     def _vacated(self) -> int | None:
         """The fence after which this agent may lead at once: nobody has led yet, or an agent of this machine that
         is known to be gone."""
-        assert self._far is not None
         try:
-            record = self._far.read()
+            record = self._store.read()
         except OSError:
             return None
         mine = record.address == self._address or (record.fence == 0 and self._node.number == 0)
         return record.fence if mine else None
+
+    @property
+    def _store(self) -> Store:
+        """OSError: it cannot be opened now."""
+        self._far = self._far or open_store(self._job.settings.store, self._reach.run)
+        return self._far
 
     @property
     def _address(self) -> str:
@@ -128,13 +133,14 @@ class _Service:
 
     def _try_to_lead(self, after: int) -> bool:
         """Whether this agent led the run to its end."""
-        assert self._far is not None
         sent = clock()
         try:
-            fence = self._far.lead(after, os.getpid(), self._address)
-            return self._lead(Office(self._far, fence, Tenure(self._job.settings.lease, sent), self._note_down))
+            fence = self._store.lead(after, os.getpid(), self._address)
+            state = self._store.read().state
         except (FencedError, OSError):
             return False
+        office = Office(self._store, fence, Tenure(self._job.settings.lease, sent), self._note_down)
+        return self._lead(office, state)
 
     def _note_down(self, state: bytes) -> None:
         try:
@@ -142,8 +148,7 @@ class _Service:
         except FencedError as error:
             raise Replaced(str(error)) from None
 
-    def _lead(self, office: Office) -> bool:
-        state = office.store.read().state
+    def _lead(self, office: Office, state: bytes) -> bool:
         journal = Journal.decode(state) if state else self._first_journal()
         return Leader(self._node, office, journal, self._door).lead() is not None
 
@@ -158,11 +163,10 @@ class _Service:
 
     def _follow(self) -> Ended | MayLead:
         place, reach, lease = self._node.place, self._reach, self._job.settings.lease
-        join = between.Join(reach.identity, self._address)
         state = self._local.read().state
-        journal = Journal.decode(state) if state else first_journal(reach.leader, place.secret, join)
+        journal = Journal.decode(state) if state else first_journal(reach.leader, place.secret, reach.identity)
         seeker = Seeker(reach.leader, place.secret, self._job.settings.store, reach.run, lease)
-        return Follower(self._node, self._note_down, journal, seeker, join).serve()
+        return Follower(self._node, self._note_down, journal, seeker, reach.identity).serve()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ class Join(msgspec.Struct, tag=True):
     """An agent's first message: it speaks for this machine now. Answered by `Told`."""
 
     identity: str
-    address: str
-    """Where it can be reached, should it lead one day."""
+    going: bool = False
+    """The machine was told to go: nobody is to be started there."""
 
 
 class Report(msgspec.Struct, tag=True):
@@ -45,7 +45,7 @@ class Report(msgspec.Struct, tag=True):
     """The whole machine was told to go."""
     main_ready: bool
     rows: dict[int, bytes]
-    """The board's rows of the workers that run."""
+    """The board's rows of the workers that run, and the last ones of those that have ended."""
 
 
 class Ask(msgspec.Struct, tag=True):

@@ -108,7 +108,9 @@ class Coordinator:
 
     def leaves(self, number: int) -> None:
         """A worker that was told to go (SIGTERM) leaves at a step's end; if all are, the run stops."""
-        if self.membership.standing.get(number) is Standing.MEMBER:
+        standing = self.membership.standing.get(number)
+        on_the_way = standing in (Standing.STARTING, Standing.READY) and number not in self.journal.doomed
+        if standing is Standing.MEMBER or on_the_way:
             self._folder.event("leaving", "it was told to end (SIGTERM)", worker=number)
             self.follow_up(self.membership.leave(number))
         if self.membership.all_leave and not self.journal.stop:
@@ -158,6 +160,14 @@ class Coordinator:
                 self.start(worker)
         else:
             self.save()
+            self._tell_short()
+
+    def _tell_short(self) -> None:
+        """All machines are there, and have too few places."""
+        journal, wanted = self.journal, len(self.membership.standing)
+        if sum(1 for machine in journal.machines.values() if machine.here) >= journal.awaited:
+            words = f"places for {journal.room} of {wanted} workers: let another machine join, or give --places"
+            self._folder.event("awaiting", words, notice=words)
 
     def machine_goes(self, number: int) -> None:
         """It was told to go: nobody is started there any more."""
@@ -170,7 +180,7 @@ class Coordinator:
         if self.journal.machines[number].here or there:
             self._close_machine(number, why)
         for worker in there:
-            if not self.over and worker in self.journal.running:
+            if worker in self.journal.running:
                 self._give_up_on(worker, f"was lost with machine {number}")
 
     def _close_machine(self, number: int, why: str) -> None:
@@ -184,7 +194,7 @@ class Coordinator:
     def _give_up_on(self, worker: int, why: str) -> None:
         self.journal.exits[worker] = _LOST
         self._folder.event("worker ended", f"it {why}", worker=worker)
-        if self.membership.standing[worker] is Standing.GONE:
+        if self.over or self.membership.standing[worker] is Standing.GONE:
             self.save()
         else:
             self.lose(worker, why)
@@ -314,6 +324,7 @@ class Coordinator:
 
     def fail(self, who: str, text: str, trace: str = "", exit_code: int = 1, worker: int = -1) -> None:
         if not self.over:
+            self.journal.awaited = 0
             self.journal.failure = Failure(who, text, trace, exit_code, worker)
             self.save()
             self.changed()
@@ -321,6 +332,7 @@ class Coordinator:
     def stop(self, who: Stop, why: str, kill: bool = False) -> None:
         """After this step, or at once."""
         self.journal.stop = self.journal.stop or who
+        self.journal.awaited = 0  # whoever was waited for need not come any more
         if kill:
             self.journal.killed = why
         self.save()

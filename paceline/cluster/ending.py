@@ -30,7 +30,7 @@ def _exit_code(job: Job, folder: RunFolder, journal: Journal, board: Board) -> i
         _write_summary(job, folder, journal, board, why)
         if not {"-h", "--help"} & set(job.arguments):
             folder.event("over", why, notice=why)
-        return 130 if journal.killed else 0
+        return 130 if journal.killed else journal.stop.exit_code
     return journal.stop.exit_code
 
 
@@ -54,8 +54,8 @@ def _write_summary(job: Job, folder: RunFolder, journal: Journal, board: Board, 
     known = {
         "run": folder.id,
         "exit": why.splitlines()[0],
-        "steps": max(row.step for row in rows),
-        "samples": max(row.samples for row in rows),
+        "steps": max((row.step for row in rows), default=0),
+        "samples": max((row.samples for row in rows), default=0),
         "workers": job.workers,
         "strategy": job.settings.strategy,
         "wall_s": round(time.time() - journal.started, 3),

@@ -47,9 +47,12 @@ class Follower:
         note_down: Callable[[bytes], None],
         journal: Journal,
         seeker: Seeker,
-        join: between.Join,
+        identity: str,
     ) -> None:
-        self._node, self._note_down, self._journal, self._seeker, self._join = node, note_down, journal, seeker, join
+        self._node, self._note_down, self._journal, self._seeker = node, note_down, journal, seeker
+        self._identity = identity
+        """The machine's own."""
+        self._fence = 0
         self._leader: Connection | None = None
         self._heard = time.monotonic()
         self._asked: dict[int, Connection] = {}
@@ -132,23 +135,30 @@ class Follower:
                 self._leader = Connection(sock, between.FROM_LEADER, "the coordinator")
                 self._heard = time.monotonic()
                 self._node.selector.register(self._leader, 1, lambda _: self._hear())
-                self._leader.send(self._join)
+                self._leader.send(between.Join(self._identity, self._signalled))
                 self._changed = True
             case Vacant(record):
                 self._outcome = MayLead(record)
             case Gone():
-                self._outcome = Ended(1)
+                self._outcome = Ended(1 if self._journal.exit_code is None else self._journal.exit_code)
 
     def _hear(self) -> None:
-        assert self._leader is not None
-        for message, _ in self._leader.receive():
+        leader = self._leader
+        assert leader is not None
+        for message, _ in leader.receive():
             self._heard = time.monotonic()
             self._node.board.led()
             self._take(message)
+            if self._leader is not leader:
+                return  # it was one of the past
 
     def _take(self, message: msgspec.Struct) -> None:
         match message:
-            case between.Told(_, raw) if raw:
+            case between.Told(fence, _) if fence < self._fence:
+                self._lose_leader()  # one of the past, that has not noticed yet
+                self._seeker.seek()
+            case between.Told(fence, raw) if raw:
+                self._fence = fence
                 self._note_down(raw)
                 self._journal = Journal.decode(raw)
                 self._node.follow()
@@ -179,14 +189,15 @@ class Follower:
         if self._leader is None:
             return
         node, crew = self._node, self._node.crew
+        ended = {number: end for number, end in node.exits.items() if number not in self._journal.exits}
         self._leader.send(
             between.Report(
                 crew.pids,
-                {number: end for number, end in node.exits.items() if number not in self._journal.exits},
+                ended,
                 [number for number in crew.numbers if node.board.leaves(number)],
                 self._signalled,
                 node.board.main_ready,
-                {number: node.board.row_bytes(number) for number in crew.numbers},
+                {number: node.board.row_bytes(number) for number in (*crew.numbers, *ended)},
             )
         )
 

@@ -32,7 +32,7 @@ _MOST = 4 << 20
 _CA = "PACELINE_ETCD_CA"
 _TOO_LARGE = ("request is too large", "larger than max")
 _TOKEN_IS_OLD = ("invalid auth token", "revision of auth store is old")
-_FORM = "write etcd://HOST:2379, or etcd://HOST:2379,HOST:2379,HOST:2379 (etcds:// for TLS, etcd://USER:PASSWORD@HOST with a password)"
+_FORM = "write etcd://HOST:2379, or etcd://HOST:2379,HOST:2379,HOST:2379 (etcds:// for TLS; etcd://USER@HOST, and the password in PACELINE_ETCD_PASSWORD)"
 
 
 class _NoAnswer(Exception):
@@ -57,13 +57,15 @@ class Address:
         scheme, _, rest = text.partition("://")
         login, _, hosts = rest.rstrip("/").rpartition("@")
         user, _, password = login.partition(":")
+        if password:  # the address is written into the run's files, and a command line can be read by everyone
+            raise UsageError(f"a password does not belong into the store's address: {_FORM}")
         try:
             endpoints = tuple(map(_endpoint, hosts.split(",")))
         except ValueError as error:
             raise UsageError(f"the store's address {scheme}://…{hosts} cannot be read ({error}): {_FORM}") from None
         if scheme not in ("etcd", "etcds"):
             raise UsageError(f"{scheme!r} is no store: {_FORM}")
-        return Address(endpoints, scheme == "etcds", unquote(user), unquote(password))
+        return Address(endpoints, scheme == "etcds", unquote(user), os.environ.get("PACELINE_ETCD_PASSWORD", ""))
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -79,6 +79,8 @@ class Journal(msgspec.Struct):
     stop: Stop = Stop.NONE
     killed: str = ""
     """Why all were killed."""
+    exit_code: int | None = None
+    """The run's, when it is over."""
     faults: dict[str, Any] = {}
     """How far the plan of faults has come."""
 

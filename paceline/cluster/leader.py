@@ -26,6 +26,7 @@ from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.office import Office
 from paceline.cluster.outposts import Outposts
 from paceline.cluster.store import FencedError, StoreUnreachable
+from paceline.errors import PacelineError
 from paceline.watch.verdict import QUIET_S, verdict
 
 _ODD_EXIT_S = 1.0
@@ -69,6 +70,11 @@ class Leader:
             self._coordinator.fail("the run:", str(error), self._node.log_tail("nursery"))
             self._crew.kill_all()
             return self._end()
+        except PacelineError as error:  # the store refuses what is written
+            self._folder.event("over", str(error), notice=str(error))
+            self._crew.kill_all()
+            self._node.leave(1)
+            return 1
         except (FencedError, StoreUnreachable) as error:
             self._folder.event("stepped down", str(error), fence=self._office.fence)
             return None
@@ -92,13 +98,20 @@ class Leader:
                 notice=f"the coordinator is gone: {self._successor} leads now",
             )
         self._node.begin(self)
+        for number, end in list(self._node.exits.items()):
+            if self.journal.homes.get(number) == self._node.number:
+                self._coordinator.worker_ended(number, end)  # seen while nobody led; what is known returns at once
         self._coordinator.machine_came(self._node.number)  # it may have been given up before it led
         if self._outposts is not None and self.journal.awaited:
             words = (
-                f"waiting for {self.journal.awaited - 1} more machines; on each of them: paceline agent --join "
+                f"waiting for {self._missing} more machines; on each of them: paceline agent --join "
                 f"{self._outposts.address} --secret-file {self._folder.secret}"
             )
             self._folder.event("awaiting", words, address=self._outposts.address, notice=words)
+
+    @property
+    def _missing(self) -> int:
+        return self.journal.awaited - sum(1 for machine in self.journal.machines.values() if machine.here)
 
     @property
     def _successor(self) -> str:
@@ -138,9 +151,12 @@ class Leader:
 
     def _end(self) -> int:
         code = conclude(self._job, self._folder, self.journal, self._board)
-        self._office.close_for_good()
+        self.journal.exit_code = code
+        self._coordinator.save()  # for those who do not hear it now
         if self._outposts is not None:
+            self._outposts.tell()
             self._outposts.end(code)
+        self._office.close_for_good()
         self._node.leave(code)
         return code
 

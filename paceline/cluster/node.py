@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -185,7 +186,9 @@ class Node:
         self.show()
         journal = self.master.journal
         for number in self.mine:
-            if number in journal.doomed:
+            if number in journal.doomed and number not in self.crew.numbers and number not in self.exits:
+                self._on_end(number, -signal.SIGKILL)  # it never came to be
+            elif number in journal.doomed:
                 self.crew.kill(number)
             elif number not in self.exits and number not in self.crew.numbers:
                 self.start(number)

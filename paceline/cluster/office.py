@@ -48,7 +48,7 @@ class Office:
     def close_for_good(self) -> None:
         """The run is over; a machine's own store is its node's to remove."""
         if self._tenure is not None:
-            self.store.remove(self.fence)
+            self._while_it_lasts(lambda: self.store.remove(self.fence))
 
     def _while_it_lasts(self, attempt: Callable[[], None]) -> None:
         """Again and again: what was heard twice is done once."""

@@ -65,8 +65,8 @@ class Outposts:
         match message:
             case between.Inquire():
                 self._describe(peer, message)
-            case between.Join(identity, _):
-                self._admit(peer, identity)
+            case between.Join(identity, going):
+                self._admit(peer, identity, going)
             case between.Report() if machine is not None:
                 self._heard[machine] = time.monotonic()
                 self._note(machine, message)
@@ -95,7 +95,7 @@ class Outposts:
         machines = self._coordinator.journal.machines
         return next((number for number, machine in machines.items() if machine.identity == identity), None)
 
-    def _admit(self, peer: Connection, identity: str) -> None:
+    def _admit(self, peer: Connection, identity: str, going: bool) -> None:
         number = self._number_of(identity)
         if number is None:
             peer.send(between.TurnedAway("this run does not know the machine: start `paceline agent --join` anew"))
@@ -105,7 +105,8 @@ class Outposts:
         self._peers[peer] = number
         self._heard[number] = time.monotonic()
         self._send_journal([peer])
-        self._coordinator.machine_came(number)
+        if not going:
+            self._coordinator.machine_came(number)
 
     def _note(self, machine: int, report: between.Report) -> None:
         """What has changed there since the last report."""
@@ -167,6 +168,8 @@ class Outposts:
             if now - heard > lease_s:
                 del self._heard[number]
                 self._coordinator.machine_went(number, f"was not heard of for {lease_s:g} s")
+                for peer in [peer for peer, machine in self._peers.items() if machine == number]:
+                    self._drop(peer)  # should it come back, it joins anew
         return [f"{source}: {why}" for source, why in self._door.refusals.untold()]
 
     def _drop(self, peer: Connection) -> None:

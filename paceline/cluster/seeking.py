@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from paceline.cluster import between, wire
 from paceline.cluster.election import Silence, clock
 from paceline.cluster.journal import Journal
 from paceline.cluster.store import Record, Store, StoreGone, open_store
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 
 _AGAIN_S = 0.1
 _TRIES = 4
@@ -41,10 +42,10 @@ class Gone:
 Finding = Found | Vacant | Gone
 
 
-def first_journal(address: str, secret: bytes, join: between.Join) -> Journal:
+def first_journal(address: str, secret: bytes, identity: str) -> Journal:
     """A machine's very first contact: it is known there, and is told how things stand."""
     with wire.connect(address, secret) as sock:
-        wire.send(sock, join)
+        wire.send(sock, between.Join(identity))
         while True:
             answer, _ = wire.receive(sock, between.FROM_LEADER)
             if isinstance(answer, between.TurnedAway):
@@ -59,6 +60,8 @@ class Seeker:
     def __init__(self, address: str, secret: bytes, store: str, run: str, lease_s: float) -> None:
         self._address, self._secret, self._lease_s = address, secret, lease_s
         self._open = (lambda: open_store(store, run)) if run else None
+        self._store: Store | None = None
+        self._said = ""
         self._findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
         self._bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stop = threading.Event()
@@ -81,28 +84,26 @@ class Seeker:
         return self._findings.get()
 
     def _look(self) -> None:
-        silence, store = Silence(self._lease_s), self._open() if self._open else None
-        try:
-            while not self._stop.is_set():
-                finding = self._once(silence, store)
-                if finding is not None:
-                    self._findings.put(finding)
-                    os.write(self._rope, b"!")
-                    return
-                self._stop.wait(_AGAIN_S)
-        finally:
-            if store is not None:
-                store.close()
+        silence = Silence(self._lease_s)
+        while not self._stop.is_set():
+            finding = self._once(silence)
+            if finding is not None:
+                self._findings.put(finding)
+                os.write(self._rope, b"!")
+                return
+            self._stop.wait(_AGAIN_S)
 
-    def _once(self, silence: Silence, store: Store | None) -> Finding | None:
+    def _once(self, silence: Silence) -> Finding | None:
         address = self._address
-        if store is not None:
-            began = clock()
+        if self._open is not None:
             try:
-                record = store.read()
+                self._store = self._store or self._open()  # once: names cannot be looked up while the network is cut
+                began = clock()
+                record = self._store.read()
             except StoreGone:
                 return Gone()
-            except OSError:
+            except (OSError, PacelineError) as error:
+                self._trouble(str(error))
                 return None
             if silence.saw(began, clock(), record):
                 return Vacant(record)
@@ -112,6 +113,12 @@ class Seeker:
         except OSError:
             return None
 
+    def _trouble(self, words: str) -> None:
+        """Said once: this may go on for long."""
+        if words != self._said:
+            self._said = words
+            sys.stderr.write(f"paceline: {words}\n")
+
     def close(self) -> None:
         self._stop.set()
         if self._thread is not None:
@@ -120,5 +127,7 @@ class Seeker:
                 finding = self._findings.get()
                 if isinstance(finding, Found):
                     finding.socket.close()
+        if self._store is not None:
+            self._store.close()
         os.close(self._bell)
         os.close(self._rope)

@@ -217,7 +217,7 @@ def test_without_etcd_the_tests_fail_and_say_what_to_install(monkeypatch: pytest
         binary()
 
 
-def test_a_password(patient: None) -> None:
+def test_a_password(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with Etcd() as etcd:
         with closing(Gateway(Address.parse(etcd.address))) as root:
             root.ask("auth/user/add", {"name": "root", "password": "p:w"})
@@ -226,10 +226,14 @@ def test_a_password(patient: None) -> None:
             root.ask("auth/user/add", {"name": "guest", "password": "x"})
             root.ask("auth/enable", {})
         endpoint = etcd.servers[0].endpoint
-        for login in ("", "root:wrong@", "guest:x@"):
+        for user, password in (("", ""), ("root@", "wrong"), ("guest@", "x")):
+            monkeypatch.setenv("PACELINE_ETCD_PASSWORD", password)
             with pytest.raises(UsageError, match="refuses"):
-                EtcdStore.create(f"etcd://{login}{endpoint}", "r")
-        with closing(EtcdStore.create(f"etcd://root:p%3Aw@{endpoint}", "r")) as store:
+                EtcdStore.create(f"etcd://{user}{endpoint}", "r")
+        with pytest.raises(UsageError, match="PACELINE_ETCD_PASSWORD"):
+            EtcdStore.create(f"etcd://root:p%3Aw@{endpoint}", "r")
+        monkeypatch.setenv("PACELINE_ETCD_PASSWORD", "p:w")
+        with closing(EtcdStore.create(f"etcd://root@{endpoint}", "r")) as store:
             store.lead(0, pid=7)
             store._gateway._token = "one.that.has.run.out"
             store.write(1, b"x")

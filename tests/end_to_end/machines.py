@@ -24,7 +24,7 @@ from tests.leaks import end_processes_of, processes_of
 if TYPE_CHECKING:
     from tests.network import Network
 
-_COMMAND = [sys.executable, "-m", "paceline"]
+COMMAND = [sys.executable, "-m", "paceline"]
 
 SCRIPT = (
     HEAD
@@ -65,7 +65,7 @@ class Spread(Going):
         """A further machine comes."""
         address = self.wait_for(self.event("awaiting"), "the run's address")["address"]
         secret = str(self.folder / "secret")
-        command = [*_COMMAND, "agent", "--join", address, "--secret-file", secret, "--runs", "runs", *flags]
+        command = [*COMMAND, "agent", "--join", address, "--secret-file", secret, "--runs", "runs", *flags]
         agent = start(command, self._root, self._network, len(self.agents) + 1)
         self.agents.append(agent)
         return agent
@@ -136,7 +136,7 @@ def spread(folder: Path, script: str, machines: int, *flags: str, network: Netwo
     path = write_script(folder, script)
     host = network.machines[0].address if network is not None else "127.0.0.1"
     several = ["--machines", str(machines), "--listen", host]
-    command = [*_COMMAND, "run", "--runs", "runs", "--name", "it", *several, *flags, str(path)]
+    command = [*COMMAND, "run", "--runs", "runs", "--name", "it", *several, *flags, str(path)]
     process = start(command, folder, network, 0)
     run = Spread(folder / "runs" / "it", process, folder, network)
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import Result, ended, launch, paceline
-from tests.end_to_end.machines import SCRIPT, Spread, spread
+from tests.end_to_end.launching import Result, ended, launch, paceline, write_script
+from tests.end_to_end.machines import COMMAND, SCRIPT, Spread, spread, start
 from tests.end_to_end.test_coordinator import finish
 
 FLAGS = ("--slots", "8", "--lease", "1.5")
@@ -140,6 +140,36 @@ def test_the_agents_of_either_machine_are_killed(tmp_path: Path, weights: str) -
     assert result.weights == weights
     assert len(before.items() & kept.items()) == 3, "nobody else was started anew"
     one_view_a_term(result)
+
+
+def test_both_agents_of_a_machine_freeze_and_thaw(tmp_path: Path, weights: str) -> None:
+    """Its connection has survived all the same; it joins anew, and its workers are others."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS) as run:
+        run.wait_for_step(20)
+        run.wait_for(lambda: len(run.agents_of(1)) == 2, "its standby")
+        frozen = run.agents_of(1)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        run.wait_for(lambda: not run.workers_on(1), "the end of its workers")
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        run.wait_for(lambda: len(run.workers_on(1)) == 2, "workers on the machine that is back")
+        for worker in run.workers_on(1):
+            run.wait_for(run.event("joined", worker=worker), f"worker {worker}")
+        result = completed(run)
+    assert result.weights == weights
+    one_view_a_term(result)
+
+
+def test_ctrl_c_while_machines_are_waited_for(tmp_path: Path) -> None:
+    path = write_script(tmp_path, SCRIPT)
+    flags = ["--machines", "2", "--listen", "127.0.0.1", "-n", "2", "--runs", "runs", "--name", "it"]
+    process = start([*COMMAND, "run", *flags, str(path)], tmp_path, None, 0)
+    run = Spread(tmp_path / "runs" / "it", process, tmp_path, None)
+    run.wait_for(run.event("awaiting"), "its address")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
 
 
 def test_a_machine_leaves_by_sigterm(tmp_path: Path, weights: str) -> None:

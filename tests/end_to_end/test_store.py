@@ -87,6 +87,25 @@ def test_both_agents_of_the_first_machine_freeze(tmp_path: Path, weights: str, e
     one_of_each(run)
 
 
+def test_a_worker_dies_while_nobody_leads(tmp_path: Path, weights: str, etcd: Etcd) -> None:
+    """On the machine whose agent leads next: it has seen that as one who followed."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        run.wait_for(lambda: len(run.agents_of(0)) == 2, "its standby")
+        frozen = run.agents_of(0)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        victim = max(run.workers_on(1))
+        run.kill(victim)
+        assert run.wait_for_event("leading")["machine"] == 1
+        assert run.wait_for_event("worker ended", worker=victim)["exit_code"] == -9
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        run.wait_for_event("joined", machine=1)
+        assert summary_of(run)["weights_sha256"] == weights
+    one_of_each(run)
+
+
 def test_the_store_is_away_for_a_while(tmp_path: Path, weights: str) -> None:
     """Nobody leads meanwhile, and nobody needs to: the workers train on."""
     with Etcd() as etcd, spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
