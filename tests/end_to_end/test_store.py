@@ -76,7 +76,7 @@ def test_both_agents_of_the_first_machine_freeze(tmp_path: Path, weights: str, e
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
         assert run.wait_for_event("leading")["machine"] == 1
-        run.wait_for_event("machine", machine=0)
+        run.wait_for(lambda: not run.workers_on(0), "the end of its workers")
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
         run.wait_for_event("stepped down")
