@@ -116,6 +116,8 @@ class Spread(Going):
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        if machine:
+            self.agents[machine - 1].kill()  # the command that waits there for the run's end
 
 
 def _command_of(pid: int) -> bytes:
