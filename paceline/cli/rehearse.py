@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,6 +51,27 @@ class _Words(click.ParamType):  # type: ignore[type-arg]
         return words
 
 
+@dataclass(frozen=True)
+class _Draw:
+    """Which plans are drawn."""
+
+    seeds: int
+    first_seed: int
+    kinds: tuple[Kind, ...]
+    roles: tuple[Role, ...]
+    most: int
+
+    def __post_init__(self) -> None:
+        if not any(role in HITS[kind] for kind in self.kinds for role in self.roles):
+            raise UsageError(
+                f"--kinds {','.join(self.kinds)} can hit none of --roles {','.join(self.roles)}; see docs/faults.md"
+            )
+
+    def plans(self, within: Range) -> dict[int, list[Fault]]:
+        seeds = range(self.first_seed, self.first_seed + self.seeds)
+        return {seed: random_plan(seed, within, self.kinds, self.roles, self.most) for seed in seeds}
+
+
 @click.command(
     "rehearse",
     context_settings={"allow_interspersed_args": False},
@@ -66,19 +87,7 @@ class _Words(click.ParamType):  # type: ignore[type-arg]
 @runs_option
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(
-    script: str,
-    arguments: tuple[str, ...],
-    seeds: int,
-    first_seed: int,
-    workers: int,
-    kinds: tuple[Kind, ...],
-    roles: tuple[Role, ...],
-    most: int,
-    jobs: int,
-    runs: Path,
-    **given: Any,
-) -> int:
+def command(script: str, arguments: tuple[str, ...], workers: int, jobs: int, runs: Path, **given: Any) -> int:
     """Train SCRIPT once as it is, then once for each seed with a random fault plan, and compare.
 
     \b
@@ -88,8 +97,7 @@ def command(
     Every run must end with the weights, samples and steps of the first and leave no process behind.
     Ends with 1 if one does not, with the line to run it again.
     """
-    if not any(role in HITS[kind] for kind in kinds for role in roles):
-        raise UsageError(f"--kinds {','.join(kinds)} can hit none of --roles {','.join(roles)}; see docs/faults.md")
+    draw = _Draw(**{each.name: given.pop(each.name) for each in fields(_Draw)})
     flags = ["-n", str(workers), *_handed_on(given)]
     folder = runs / f"rehearse-{new_id()}"
     folder.mkdir(parents=True)
@@ -98,7 +106,7 @@ def command(
     with _ended_by_sigterm():
         reference = _reference(rehearsal)
         within = Range(reference.summary["steps"], reference.seconds, workers)
-        plans = {seed: random_plan(seed, within, kinds, roles, most) for seed in range(first_seed, first_seed + seeds)}
+        plans = draw.plans(within)
         verdicts: list[Verdict] = []
         try:
             _rehearse_all(rehearsal, reference, plans, jobs, verdicts)

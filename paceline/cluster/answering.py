@@ -36,7 +36,7 @@ class Answering:
     def answer(self, peer: Connection, message: msgspec.Struct) -> None:
         """ValueError: this peer has no business here."""
         desk = self._node.desk
-        worker = desk.worker_of[peer]
+        worker = desk.worker_of.get(peer, -1)
         match message:
             case messages.Hello() if desk.is_cut(message.worker):
                 raise ValueError(f"worker {message.worker} is cut off")

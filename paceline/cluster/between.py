@@ -90,12 +90,6 @@ class Hit(msgspec.Struct, tag=True):
     signum: int
 
 
-class Over(msgspec.Struct, tag=True):
-    """The run has ended."""
-
-    exit_code: int
-
-
 class TurnedAway(msgspec.Struct, tag=True):
     """This machine has no business here."""
 
@@ -103,4 +97,4 @@ class TurnedAway(msgspec.Struct, tag=True):
 
 
 TO_LEADER = decoder(Inquire | Join | Report | Ask)
-FROM_LEADER = decoder(Described | Told | Reply | Hit | Over | TurnedAway)
+FROM_LEADER = decoder(Described | Told | Reply | Hit | TurnedAway)

@@ -17,9 +17,9 @@ import msgspec
 from paceline.cluster import between, messages, wire
 from paceline.cluster.connection import Connection
 from paceline.cluster.crew import NurseryError
-from paceline.cluster.desk import NotNow
 from paceline.cluster.journal import End, Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
+from paceline.cluster.reception import NotNow
 from paceline.cluster.seeking import Found, Gone, Seeker, Vacant
 from paceline.cluster.store import Record
 
@@ -161,15 +161,17 @@ class Follower:
                 self._fence = fence
                 self._note_down(raw)
                 self._journal = Journal.decode(raw)
-                self._node.follow()
+                if self._journal.exit_code is None:
+                    self._node.follow()
+                else:
+                    self._lose_leader()  # at once: it waits for that
+                    self._outcome = Ended(self._journal.exit_code)
             case between.Reply(number, raw):
                 peer = self._asked.pop(number, None)
                 if peer is not None:
                     peer.send(wire.decode(raw, messages.ANY))
             case between.Hit(worker, signum):
                 self._node.crew.signal(worker, signum)
-            case between.Over(code):
-                self._outcome = Ended(code)
             case between.TurnedAway(why):
                 self._node.folder.event("over", why, machine=self._node.number)
                 self._outcome = Ended(1)
@@ -212,8 +214,8 @@ class Follower:
     def worker_leaves(self, number: int) -> None:
         return  # every report says so
 
-    def worker_frozen(self, number: int, why: str) -> None:
-        raise NotImplementedError("a worker of another machine is killed when it is evicted")
+    def evict(self, number: int, why: str) -> None:
+        self._node.crew.kill(number)
 
     def decide(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
         if self._leader is None:

@@ -30,6 +30,8 @@ from paceline.errors import PacelineError
 from paceline.watch.verdict import QUIET_S, verdict
 
 _ODD_EXIT_S = 1.0
+_NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
+"""Set by a test: what if the kill of a frozen worker came too late?"""
 
 
 class Leader:
@@ -154,8 +156,7 @@ class Leader:
         self.journal.exit_code = code
         self._coordinator.save()  # for those who do not hear it now
         if self._outposts is not None:
-            self._outposts.tell()
-            self._outposts.end(code)
+            self._outposts.end()
         self._office.close_for_good()
         self._node.leave(code)
         return code
@@ -187,8 +188,11 @@ class Leader:
     def worker_leaves(self, number: int) -> None:
         self._coordinator.leaves(number)
 
-    def worker_frozen(self, number: int, why: str) -> None:
-        self._coordinator.lose(number, why)
+    def evict(self, number: int, why: str) -> None:
+        if _NO_KILL not in os.environ:
+            self._crew.kill(number)
+        elif number not in self.journal.buried:
+            self._coordinator.lose(number, why)
 
     def decide(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
         answer = self._coordinator.decide(worker, message)

@@ -40,8 +40,6 @@ TICK_S = 0.1
 GRACE_S = 1.5
 """After a failure the others get this long to notice and leave by themselves; then they are killed."""
 _STANDBY_EVERY_S = 1.0
-_NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
-"""Set by a test: what if the kill of a frozen worker came too late?"""
 
 
 class Replaced(Exception):
@@ -56,8 +54,8 @@ class Master(Protocol):
     def worker_started(self, number: int, pid: int) -> None: ...
     def worker_ended(self, number: int, end: End) -> None: ...
     def worker_leaves(self, number: int) -> None: ...
-    def worker_frozen(self, number: int, why: str) -> None:
-        """It is lost, and may come back: nobody has killed it."""
+    def evict(self, number: int, why: str) -> None:
+        """It has been frozen for too long: kill it, so that it cannot come back."""
 
     def decide(self, peer: Connection, worker: int, message: msgspec.Struct) -> None:
         """Something was asked that is not only about this machine; answer this peer."""
@@ -268,15 +266,12 @@ class Node:
         self.master.worker_ended(number, self.exits[number])
 
     def _see_frozen(self, now: float) -> None:
-        """A worker that is stopped for longer than its lease is evicted: killed, so that it cannot come back."""
+        """A worker that is stopped for longer than its lease is evicted."""
         lease = self.job.settings.lease
         for worker in self.crew.frozen(now, lease):
             words = f"was frozen for {lease:g} s"
             self.folder.event("evicted", f"it {words}", worker=worker.number)
-            if _NO_KILL in os.environ:
-                self.master.worker_frozen(worker.number, words)
-            else:
-                self.crew.kill(worker.number)
+            self.master.evict(worker.number, words)
 
     # the standby
 

@@ -6,7 +6,6 @@ way. It is lost when nothing was heard of it for a lease. No torch in here.
 
 from __future__ import annotations
 
-import selectors
 import time
 
 import msgspec
@@ -17,21 +16,21 @@ from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.door import Door
 from paceline.cluster.journal import Machine
 from paceline.cluster.node import Node
+from paceline.cluster.reception import Reception
 
-_END_S = 1.0
+_END_S, _LOOK_S = 1.0, 0.005
 _LAST_CALL_S = 0.2
 
 
-class Outposts:
+class Outposts(Reception):
     """`node` is this machine's part, `fence` under which this agent leads."""
 
     def __init__(self, door: Door, node: Node, coordinator: Coordinator, fence: int) -> None:
-        self._door, self._coordinator, self._fence = door, coordinator, fence
-        self._selector, self._board, self._job, self._run = node.selector, node.board, node.job, node.folder.id
-        self._store = node.place.reach.run
-        self._selector.register(door, selectors.EVENT_READ, lambda _: self._on_knock())
-        self._peers: dict[Connection, int | None] = {}
-        """Every connection, and the machine it speaks for."""
+        super().__init__(door, node.selector, between.TO_LEADER)
+        self._coordinator, self._fence = coordinator, fence
+        self._board, self._job, self._run, self._store = node.board, node.job, node.folder.id, node.place.reach.run
+        self._machine_of: dict[Connection, int] = {}
+        """Peers that have said for which machine they speak."""
         now, machines = time.monotonic(), coordinator.journal.machines
         self._heard = {number: now for number, machine in machines.items() if machine.here and number != node.number}
         """When each of the other machines was last heard of: a new leader gives them a lease's time to come."""
@@ -45,23 +44,8 @@ class Outposts:
 
     # who comes
 
-    def _on_knock(self) -> None:
-        for arrival in self._door.on_ready(time.monotonic()):
-            peer = Connection(arrival.socket, between.TO_LEADER, arrival.source)
-            self._peers[peer] = None
-            self._selector.register(peer, peer.events, self._hear)
-
-    def _hear(self, peer: Connection) -> None:
-        peer.flush()
-        try:
-            for message, _ in peer.receive():
-                self._take(peer, message)
-        except ValueError as error:
-            self._door.refusals.note(peer.source, str(error))
-            self._drop(peer)
-
-    def _take(self, peer: Connection, message: msgspec.Struct) -> None:
-        machine = self._peers[peer]
+    def take(self, peer: Connection, message: msgspec.Struct) -> None:
+        machine = self._machine_of.get(peer)
         match message:
             case between.Inquire():
                 self._describe(peer, message)
@@ -100,9 +84,8 @@ class Outposts:
         if number is None:
             peer.send(between.TurnedAway("this run does not know the machine: start `paceline agent --join` anew"))
             return
-        for other in [other for other, machine in self._peers.items() if machine == number]:
-            self._drop(other)  # its agent before: another one speaks for it now
-        self._peers[peer] = number
+        self._hang_up_on(number)  # its agent before: another one speaks for it now
+        self._machine_of[peer] = number
         self._heard[number] = time.monotonic()
         self._send_journal([peer])
         if not going:
@@ -129,13 +112,20 @@ class Outposts:
                 coordinator.leaves(number)
 
     def reaches(self, machine: int) -> bool:
-        return machine in self._peers.values()
+        return machine in self._machine_of.values()
+
+    def forget(self, peer: Connection) -> None:
+        self._machine_of.pop(peer, None)
+
+    def _hang_up_on(self, number: int) -> None:
+        for peer in [peer for peer, machine in self._machine_of.items() if machine == number]:
+            self.drop(peer)
 
     # what they are told
 
     def tell(self) -> None:
         """The journal has changed."""
-        self._send_journal([peer for peer, machine in self._peers.items() if machine is not None])
+        self._send_journal(list(self._machine_of))
 
     def _send_journal(self, peers: list[Connection]) -> None:
         if peers:
@@ -145,7 +135,7 @@ class Outposts:
 
     def hit(self, worker: int, signum: int) -> None:
         home = self._coordinator.journal.homes[worker]
-        for peer, machine in self._peers.items():
+        for peer, machine in self._machine_of.items():
             if machine == home:
                 peer.send(between.Hit(worker, signum))
 
@@ -153,44 +143,23 @@ class Outposts:
 
     def tick(self, now: float) -> list[str]:
         """Say that somebody leads; give up who was silent too long. In words, who was refused since the last time."""
-        self._door.expire(now)
+        for peer in self._machine_of:
+            peer.send(between.Told(self._fence))
         lease_s = self._job.settings.lease
-        for peer, machine in list(self._peers.items()):
-            if machine is not None:
-                peer.send(between.Told(self._fence))
-            if peer.ended is not None:
-                if peer.ended.foul:
-                    self._door.refusals.note(peer.source, peer.ended.why)
-                self._drop(peer)
-            elif self._selector.get_key(peer).events != peer.events:
-                self._selector.modify(peer, peer.events, self._hear)
         for number, heard in list(self._heard.items()):
             if now - heard > lease_s:
                 del self._heard[number]
                 self._coordinator.machine_went(number, f"was not heard of for {lease_s:g} s")
-                for peer in [peer for peer, machine in self._peers.items() if machine == number]:
-                    self._drop(peer)  # should it come back, it joins anew
-        return [f"{source}: {why}" for source, why in self._door.refusals.untold()]
+                self._hang_up_on(number)  # should it come back, it joins anew
+        return super().tick(now)
 
-    def _drop(self, peer: Connection) -> None:
-        self._selector.unregister(peer)
-        del self._peers[peer]
-        peer.close()
-
-    def end(self, code: int) -> None:
-        """The run is over; a moment for them to hear it."""
-        for peer in list(self._peers):
-            peer.send(between.Over(code))
+    def end(self) -> None:
+        """The run is over: the journal says so. Wait a moment until they hang up: were one hung up on with its last
+        report unread, the kernel would reset the connection, and what it has not read either would be lost."""
+        self.tell()
         deadline = time.monotonic() + _END_S
-        while any(peer.events & selectors.EVENT_WRITE and peer.ended is None for peer in self._peers):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.01)
-            for peer in self._peers:
+        while any(peer.ended is None for peer in self._machine_of) and time.monotonic() < deadline:
+            for peer in self._machine_of:
                 peer.flush()
-
-    def close(self) -> None:
-        for peer in list(self._peers):
-            self._drop(peer)
-        self._selector.unregister(self._door)
-        self._door.close()
+                peer.receive()
+            time.sleep(_LOOK_S)
