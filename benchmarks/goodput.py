@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks import steplog
 from benchmarks.events import living
-from benchmarks.turns import HERE
+from benchmarks.turns import HERE, python_path
 from paceline.faults.marked import VARIABLE, end_marked
 from paceline.watch.folder import RunFolder
 
@@ -55,7 +55,7 @@ class Endless:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", "run", *flags, "--device", "cpu", *side],
                 cwd=HERE,
-                env={**os.environ, "PYTHONPATH": str(HERE), VARIABLE: self._mark},
+                env={**os.environ, "PYTHONPATH": python_path(HERE), VARIABLE: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

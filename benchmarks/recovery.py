@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import steplog
-from benchmarks.turns import HERE
+from benchmarks.turns import HERE, python_path
 from paceline.faults.marked import VARIABLE, end_marked
 from paceline.watch.folder import RunFolder
 
@@ -38,7 +38,7 @@ _BETWEEN = (30, 60)
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "PYTHONPATH": str(HERE),
+    "PYTHONPATH": python_path(HERE),
     # Without it torchrun's restarted workers find the addresses of the dead ones in the store they share, and fail
     # (pytorch/pytorch#135712; seen here with torch 2.13 and Gloo).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

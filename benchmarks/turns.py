@@ -31,13 +31,18 @@ def wait_for_turns(folder: str | Path, side: str, main: bool, measure: Callable[
         turn += 1
 
 
+def python_path(tree: Path) -> str:
+    """For a process that is to import this checkout before anything else."""
+    return os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Side:
     """One side: a Python command that ends in `wait_for_turns`. `tree` is the checkout whose code it runs."""
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path, tree: Path = HERE) -> None:
         self.name, self._folder, self._turn = name, folder, 0
         self._log = folder / f"{name}.log"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": python_path(tree)}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=tree, env=env, stdout=log, stderr=log, start_new_session=True

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from paceline.faults.marked import VARIABLE, end_marked, marked
 from tests.end_to_end.launching import TIMEOUT_S, environment
 
 
@@ -19,6 +21,7 @@ class Doomed:
 
     def __init__(self, folder: Path, script: Path, workers: int, flags: Sequence[str]) -> None:
         self._out = folder / "out"
+        self._mark = f"doomed/{folder}"
         self.folder = folder / "runs" / "it"
         self._deadline = time.monotonic() + TIMEOUT_S
         command = [
@@ -35,8 +38,12 @@ class Doomed:
             *flags,
         ]
         with open(self._out, "wb") as out:
-            self._agent = subprocess.Popen(
-                [*command, str(script)], cwd=folder, env=environment(), stdout=out, stderr=out
+            self._command = subprocess.Popen(
+                [*command, str(script)],
+                cwd=folder,
+                env=environment() | {VARIABLE: self._mark},
+                stdout=out,
+                stderr=out,
             )
 
     def steps(self) -> int:
@@ -45,9 +52,9 @@ class Doomed:
 
     def wait_for(self, moment: Callable[[], bool]) -> None:
         while not moment():
-            if self._agent.poll() is not None or time.monotonic() > self._deadline:
-                self._agent.kill()
-                self._agent.wait()
+            if self._command.poll() is not None or time.monotonic() > self._deadline:
+                self._command.kill()
+                self._command.wait()
                 raise AssertionError(f"the run did not come to that moment:\n{self._out.read_text()}")
             time.sleep(0.001)
 
@@ -64,14 +71,13 @@ class Doomed:
             os.kill(main, signal.SIGCONT)
 
     def kill(self) -> None:
-        """The agent first, so that it can do nothing about the others."""
-        workers = self._workers()
-        for pid in (self._agent.pid, *workers):
-            os.kill(pid, signal.SIGKILL)
-        self._agent.wait()
-        while any(Path(f"/proc/{pid}").exists() for pid in workers):
-            assert time.monotonic() < self._deadline
-            time.sleep(0.001)
+        """Agents, standby, nursery and command are stopped first, so that they can do nothing about the workers' end."""
+        for pid in set(marked(self._mark)) - set(self._workers()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        end_marked(self._mark)
+        self._command.wait()
+        assert not marked(self._mark)
 
     def _workers(self) -> list[int]:
         events = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
