@@ -48,6 +48,7 @@ class Keeping:
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
                 "replica": run._replica.capture(),
+                "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
                 "registered": {name: item.state_dict() for name, item in run._registered.items()},
                 "state": run.state,
@@ -66,6 +67,7 @@ class Keeping:
         run, tree, stepper = self._run, snapshot.tree, self._run._stepper
         assert stepper is not None
         run._replica.restore(tree["replica"])
+        run._strategy.restore(tree["strategy"])
         run._precision.restore(tree["precision"])
         for name, item in run._registered.items():
             if name not in tree["registered"]:
@@ -161,8 +163,11 @@ class Keeping:
 
     def _checkpoint(self) -> None:
         run = self._run
-        if run.is_main and self._recorder.take(run.step, self.capture(), run._replica.optimizers):
-            self._owed = False
+        if not run.is_main:
+            return
+        with run._strategy.whole():
+            if self._recorder.take(run.step, self.capture(), run._replica.optimizers):
+                self._owed = False
 
     def _may_publish(self) -> bool:
         """A worker that the others have gone on without must not overwrite what they write."""

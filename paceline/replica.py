@@ -84,7 +84,7 @@ class Replica:
         for param, trained in zip(everything, state["trained"], strict=True):
             param.requires_grad_(trained)  # the strategy looks again before the next step
         for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
-            _load(optimizer, theirs)
+            load_optimizer(optimizer, theirs)
         for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(theirs)
 
@@ -126,7 +126,7 @@ class Replica:
         return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Bit for bit: torch's own load_state_dict casts an optimizer's state to its parameter's type."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         optimizer.load_state_dict(state)

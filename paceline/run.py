@@ -37,7 +37,7 @@ from paceline.summary import summarise
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_SUMMARY_WRITTEN = mix(0)
+_SUMMARY_WRITTEN, _LAID = mix(0), mix(204)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -101,6 +101,7 @@ class Run:
             session.wait_for_main()
         self._strategy = strategies.create(self.settings.strategy)
         self._stepper: Stepper | None = None
+        self._laid = False
         if not session.launched:
             _finish_at_exit(self)
 
@@ -246,9 +247,10 @@ class Run:
                 self._warn(text)
         if self._session.joining:
             self.terms.join(self._keeping)
-            self.resumed = True
+            self.resumed = self._laid = True
         elif self._session.resume_from and not self.resumed:
             self._keeping.resume(self._session.resume_from)
+        self._begin_at_servers()
         if self._session.dry_run:
             self._show_settings()
         self._keeping.begin()
@@ -256,6 +258,15 @@ class Run:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
         self._feeding.begin_loop(self._stepper)
         return self._stepper
+
+    def _begin_at_servers(self) -> None:
+        """They have the state before anybody trains; whoever is main gives it to them."""
+        strategy = self._strategy
+        if strategy.at_servers and not self._session.dry_run:
+            if not self._laid:
+                self._laid = True
+                self.terms.gather(_LAID, lambda: strategy.lay() or b"" if self.is_main else b"")
+            strategy.begin()
 
     def _show_settings(self) -> NoReturn:
         """--dry-run ends where training would begin."""
@@ -270,6 +281,8 @@ class Run:
             raise UsageError(f"{user_line()}: no model was given to run.prepare()")
         precision = self._precision
         peers = self.terms.peers
+        if self._strategy.at_servers:
+            self._strategy.reach(self._session.servers(), self._session)
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
         self.terms.on_peers = [self._strategy.meet, stepper.meet]

@@ -47,6 +47,7 @@ from paceline.watch.folder import DEFAULT_RUNS, RunFolder
 
 if TYPE_CHECKING:
     from paceline.cluster.listener import Listener
+    from paceline.servers.holders import Server
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -309,6 +310,15 @@ class Session:
         answer, _ = self.ask(Get(key), check)
         assert isinstance(answer, Value)
         return answer.value
+
+    def servers(self) -> list[Server]:
+        """Lines to all of the run's servers. A run of one has its own, in this process."""
+        if self.ticket is None:
+            from paceline.servers.direct import DirectServer
+            from paceline.servers.shelf import Shelf
+
+            return [DirectServer(Shelf())]
+        raise NotImplementedError
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -15,9 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.strategies import Entry
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
@@ -32,6 +35,7 @@ def _setting(default: Any, help: str) -> Any:
 class Settings:
     workers: int = _setting(1, "processes that train")
     spares: int = _setting(0, "processes that wait, ready to take the place of one that is lost")
+    servers: int = _setting(0, "processes that hold parameters (0: one, where the strategy has any)")
     machines: int = _setting(1, "machines that the run begins with; the others join with `paceline agent`")
     listen: str = _setting("", "the address, HOST or HOST:PORT, at which other machines reach this one")
     store: str = _setting("", "where the run's decisions are kept for several machines: etcd://HOST:PORT,…")
@@ -64,7 +68,8 @@ class Settings:
                 f"{self.workers} workers for {slots} slots: a worker without a slot would have nothing to do; "
                 f"pass -n {slots} or --slots {self.workers} or more"
             )
-        return dataclasses.replace(self, slots=slots, checkpoints=_anywhere(self.checkpoints))
+        servers = self.servers or int(_strategy_of(self).servers)
+        return dataclasses.replace(self, slots=slots, servers=servers, checkpoints=_anywhere(self.checkpoints))
 
 
 def _anywhere(address: str) -> str:
@@ -80,6 +85,7 @@ def _check(s: Settings) -> None:
     for name, least in (
         ("workers", 1),
         ("spares", 0),
+        ("servers", 0),
         ("machines", 1),
         ("slots", 0),
         ("threads", 1),
@@ -104,7 +110,7 @@ def _check(s: Settings) -> None:
     if s.target:
         Target.parse(s.target)
     _check_machines(s)
-    _check_strategy(s.strategy)
+    _check_strategy(s)
 
 
 def _check_machines(s: Settings) -> None:
@@ -119,13 +125,21 @@ def _check_machines(s: Settings) -> None:
         raise UsageError(f"--transport {s.transport} is for one machine; leave it out, and tensors find their way")
 
 
-def _check_strategy(name: str) -> None:
+def _check_strategy(s: Settings) -> None:
+    entry = _strategy_of(s)
+    if s.servers and not entry.servers:
+        raise UsageError(f"--servers {s.servers}: --strategy {s.strategy} has none; leave it out, or pass --strategy ps")
+    if entry.servers and s.listen:
+        raise UsageError(f"--strategy {s.strategy} is for one machine; leave --listen out, or pass --strategy allreduce")
+
+
+def _strategy_of(s: Settings) -> Entry:
     from paceline.strategies import TABLE, check
 
     try:
-        check(name)
+        return TABLE[check(s.strategy)]
     except UsageError as error:
-        raise UsageError(f"{error}{did_you_mean(name, TABLE)}") from None
+        raise UsageError(f"{error}{did_you_mean(s.strategy, TABLE)}") from None
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

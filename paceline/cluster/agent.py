@@ -71,13 +71,18 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
 
 
 def _first_kept(job: Job, place: Rendezvous) -> Kept:
-    kept, rows = Kept(), job.workers + job.spares + REPLACEMENTS
+    kept, rows = Kept(), _first_server(job) + job.servers
     board = Board.create(rows)
     kept.keep(BOARD, os.dup(board.fd), rows)
     board.close()
     if place.reach.host:  # the next agent of this machine listens at the same port
         kept.keep(_DOOR, wire.listen_tcp(place.reach.host, place.reach.port).detach())
     return kept
+
+
+def _first_server(job: Job) -> int:
+    """Servers' numbers begin behind those of all workers that there may ever be."""
+    return job.workers + job.spares + REPLACEMENTS
 
 
 class _Service:
@@ -159,7 +164,8 @@ class _Service:
             here.places = job.share_of_places
         starts = 0 if job.dry_run else REPLACEMENTS
         machines = 1 if job.dry_run else job.settings.machines
-        return Journal.begin(job.workers, job.spares, starts, time.time(), here, machines)
+        servers = range(_first_server(job), _first_server(job) + job.servers)
+        return Journal.begin(job.workers, job.spares, starts, time.time(), here, machines, servers)
 
     def _follow(self) -> Ended | MayLead:
         place, reach, lease = self._node.place, self._reach, self._job.settings.lease

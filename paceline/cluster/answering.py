@@ -53,7 +53,7 @@ class Answering:
                 peer.send(messages.Done())
             case messages.Stop() | messages.Scale():
                 self._node.master.decide(peer, worker, message)
-            case _ if worker in self._journal.places:
+            case _ if worker in self._journal.homes:
                 self._answer_worker(peer, worker, message)
             case _:
                 raise ValueError(f"nobody says {type(message).__name__} before a greeting")

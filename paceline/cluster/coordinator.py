@@ -90,7 +90,7 @@ class Coordinator:
                     self._folder.event("ending a worker", why, worker=number)
                     self.kill(number)
                 case GiveUp(why):
-                    self.fail("the run:", why, worker=max(self.journal.places))
+                    self.fail("the run:", why, worker=max(self.membership.standing))
 
     def _tell_view(self, view: View, agreed: bool, why: str) -> None:
         count = len(view.members)
@@ -192,6 +192,9 @@ class Coordinator:
         self.save()
 
     def _give_up_on(self, worker: int, why: str) -> None:
+        if worker in self.journal.servers:
+            self._server_ended(worker, _LOST)
+            return
         self.journal.exits[worker] = _LOST
         self._folder.event("worker ended", f"it {why}", worker=worker)
         if self.over or self.membership.standing[worker] is Standing.GONE:
@@ -206,6 +209,10 @@ class Coordinator:
             return  # taken over from the last leader
         self.journal.pids[number] = pid
         self.save()
+        if number in self.journal.servers:
+            _, server = self.journal.role(number)
+            self._folder.event("server started", "it holds parameters", server=server, pid=pid, **self._home_of(number))
+            return
         self._folder.event("worker started", self._why_started(number), worker=number, pid=pid, **self._home_of(number))
 
     def _home_of(self, number: int) -> dict[str, int]:
@@ -221,6 +228,9 @@ class Coordinator:
 
     def worker_ended(self, number: int, end: End) -> None:
         if number in self.journal.exits:
+            return
+        if number in self.journal.servers:
+            self._server_ended(number, end.code)
             return
         code, phase = end.code, end.phase
         self.journal.exits[number] = code
@@ -244,6 +254,15 @@ class Coordinator:
             trace = _crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)
 
+    def _server_ended(self, number: int, code: int) -> None:
+        self.journal.exits[number] = code
+        self.save()
+        _, server = self.journal.role(number)
+        self._folder.event("server ended", exit_words(code), server=server, exit_code=code)
+        if number not in self.journal.doomed:
+            text = f"{exit_words(code)}, and what it held is lost"
+            self.fail(self.journal.name(number), text, exit_code=1 if code <= 0 else code, worker=number)
+
     def _raised(self, worker: int, failed: messages.Failed) -> None:
         """A worker ends with an error: its own, as far as anybody can tell, or one that ends the run."""
         if self._has_raised(worker):
@@ -256,7 +275,7 @@ class Coordinator:
                 self._note(raised, failed.traceback)
                 return
         text = f"{failed.summary} ({why})" if why else failed.summary
-        who = f"worker {worker}:" if worker >= 0 else "the run:"
+        who = f"{self.journal.name(worker)}:" if worker >= 0 else "the run:"
         self.fail(who, text, failed.traceback, failed.exit_code, worker)
 
     def _note(self, raised: Raised, trace: str) -> None:

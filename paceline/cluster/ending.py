@@ -19,7 +19,7 @@ def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int
 
 def _exit_code(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int:
     if journal.failure is not None:
-        _tell_failure(folder, journal.failure)
+        _tell_failure(folder, journal, journal.failure)
         _write_summary(job, folder, journal, board, f"failed: {journal.failure.who} {journal.failure.text}")
         return journal.failure.exit_code
     if job.dry_run:
@@ -34,7 +34,7 @@ def _exit_code(job: Job, folder: RunFolder, journal: Journal, board: Board) -> i
     return journal.stop.exit_code
 
 
-def _tell_failure(folder: RunFolder, failure: Failure) -> None:
+def _tell_failure(folder: RunFolder, journal: Journal, failure: Failure) -> None:
     of_worker = failure.worker >= 0 and failure.exit_code != 2
     folder.event(
         "failed",
@@ -44,7 +44,7 @@ def _tell_failure(folder: RunFolder, failure: Failure) -> None:
         who=failure.who,
         text=failure.text,
         trace=failure.trace,
-        log=str(folder.log_of("worker", failure.worker)) if of_worker else "",
+        log=str(folder.log_of(*journal.role(failure.worker))) if of_worker else "",
     )
 
 

@@ -41,6 +41,10 @@ class Job:
         return 0 if self.dry_run else self.settings.spares
 
     @property
+    def servers(self) -> int:
+        return 0 if self.dry_run else self.settings.servers
+
+    @property
     def words(self) -> str:
         return " ".join(["paceline run", *(["-m"] if self.as_module else []), self.target, *self.arguments])
 

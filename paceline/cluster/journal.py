@@ -3,6 +3,7 @@ leader goes on where it stopped. No torch in here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -64,6 +65,8 @@ class Journal(msgspec.Struct):
     pids: dict[int, int] = {}
     exits: dict[int, int] = {}
     """Exit codes of the workers that have ended."""
+    servers: list[int] = []
+    """Which numbers are not workers' but servers', from the first one on."""
     doomed: list[int] = []
     """Workers that are to be ended."""
     buried: list[int] = []
@@ -86,11 +89,17 @@ class Journal(msgspec.Struct):
 
     @staticmethod
     def begin(
-        workers: int, spares: int, starts_left: int, now: float, here: Machine | None = None, machines: int = 1
+        workers: int,
+        spares: int,
+        starts_left: int,
+        now: float,
+        here: Machine | None = None,
+        machines: int = 1,
+        servers: Sequence[int] = (),
     ) -> Journal:
         """Begin on this machine, as soon as so many are there."""
         membership = Membership.begin(workers, starts_left, spares)
-        journal = Journal(membership, now, {1: membership.settled}, awaited=machines)
+        journal = Journal(membership, now, {1: membership.settled}, awaited=machines, servers=list(servers))
         journal.machines[0] = here or Machine("", "")
         if machines == 1:
             journal.settle_in()
@@ -109,6 +118,8 @@ class Journal(msgspec.Struct):
         spots = [(home, place) for home, places in here.items() for place in range(min(places, count))]
         for number, (home, place) in zip(self.membership.standing, spots, strict=False):
             self.homes[number], self.places[number] = home, place
+        for number in self.servers:
+            self.homes[number] = 0
         self.awaited = 0
         self.membership.room = self.room
 
@@ -145,12 +156,19 @@ class Journal(msgspec.Struct):
         """The emptiest machine, and its first free place."""
         taken: dict[int, set[int]] = {home: set() for home, machine in self.machines.items() if machine.here}
         for number, home in self.homes.items():
-            if number not in self.exits and home in taken:
+            if number not in self.exits and number in self.places and home in taken:
                 taken[home].add(self.places[number])
         home = max(taken, key=lambda home: self.machines[home].places - len(taken[home]))
         return home, next(place for place in range(len(taken[home]) + 1) if place not in taken[home])
 
+    def role(self, number: int) -> tuple[str, int]:
+        """What a process of this number is, and which one of its kind: ("server", 0), say."""
+        return ("server", number - self.servers[0]) if number in self.servers else ("worker", number)
+
+    def name(self, number: int) -> str:
+        return "{} {}".format(*self.role(number))
+
     @property
     def running(self) -> list[int]:
-        """Workers that have been started, or are about to be, and have not ended."""
+        """Workers and servers that have been started, or are about to be, and have not ended."""
         return [number for number in self.homes if number not in self.exits]

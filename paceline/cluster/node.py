@@ -40,6 +40,8 @@ TICK_S = 0.1
 GRACE_S = 1.5
 """After a failure the others get this long to notice and leave by themselves; then they are killed."""
 _STANDBY_EVERY_S = 1.0
+_SERVER = "paceline.servers.process"
+"""What a server runs, where a worker runs the script."""
 
 
 class Replaced(Exception):
@@ -236,6 +238,7 @@ class Node:
 
     def start(self, number: int) -> None:
         job, place, journal = self.job, self.place, self.master.journal
+        role, index = journal.role(number)
         ticket = Ticket(
             number,
             place.address,
@@ -247,12 +250,16 @@ class Node:
             job.resume,
             place.reach.host,
             self.number,
+            server=index if role == "server" else -1,
         )
+        self.board.row(number).enter(Phase.STARTING)
+        log, append = str(self.folder.log_of(role, index)), bool(job.resume)
+        if role == "server":
+            self.crew.start(Fork(number, own_environment(ticket, 0, ()), log, append, ["-m", _SERVER]))
+            return
         environment = own_environment(ticket, journal.places[number], place.gpus)
         target = ["-m", job.target] if job.as_module else [job.target]
-        self.board.row(number).enter(Phase.STARTING)
-        log = self.folder.log_of("worker", number)
-        self.crew.start(Fork(number, environment, str(log), bool(job.resume), [*target, *job.arguments]))
+        self.crew.start(Fork(number, environment, log, append, [*target, *job.arguments]))
 
     def _on_start(self, worker: Worker) -> None:
         self.kept.keep(_pidfd_name(worker.number), os.dup(worker.pidfd))

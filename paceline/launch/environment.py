@@ -30,6 +30,8 @@ class Ticket:
     """Where workers of other machines reach this one; nothing, if there are none."""
     machine: int = 0
     """Which one this is."""
+    server: int = -1
+    """Which one this process is, if it is none of the workers but a server."""
 
     def encode(self) -> str:
         return json.dumps(self.__dict__)

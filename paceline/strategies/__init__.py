@@ -6,28 +6,39 @@ To add a strategy, write one file with a class that follows `Strategy`, and name
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
 
+
+class Entry(NamedTuple):
+    module: str
+    """Imported when the strategy is chosen."""
+    name: str
+    words: str
+    """What it does, in a few of them."""
+    servers: bool = False
+    """Whether workers meet at servers."""
+
+
 TABLE = {
-    "allreduce": ("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
+    "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
+    "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
 }
-"""name → (module, class, what it does in a few words). Modules are imported when chosen."""
 
 
 def check(name: str) -> str:
     """The name, if there is such a strategy."""
     if name not in TABLE:
-        there = ", ".join(f"{known} ({words})" for known, (_, _, words) in TABLE.items())
+        there = ", ".join(f"{known} ({entry.words})" for known, entry in TABLE.items())
         raise UsageError(f"unknown strategy {name!r}; there are: {there}")
     return name
 
 
 def create(name: str) -> Strategy:
-    module, cls, _ = TABLE[check(name)]
-    strategy: Strategy = getattr(import_module(module), cls)()
+    entry = TABLE[check(name)]
+    strategy: Strategy = getattr(import_module(entry.module), entry.name)()
     return strategy

@@ -6,7 +6,7 @@ The sum runs over the slots in one fixed tree, so the result is the same bits at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
+from paceline.servers.holders import Server
 from paceline.strategies.base import Point, Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
-from paceline.tensors.peers import Peers
+from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
 
@@ -27,7 +28,16 @@ _LANES = 8
 
 
 class AllReduce:
-    same_bits = True
+    same_bits, at_servers = True, False
+
+    def reach(self, servers: Sequence[Server], watch: Watch) -> None:
+        return
+
+    def lay(self) -> None:
+        return
+
+    def begin(self) -> None:
+        return
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._replica, self._peers, self._mean, self._scaled = replica, peers, mean, scaled
@@ -228,6 +238,15 @@ class AllReduce:
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)
         return True
+
+    def capture(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        return
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         if self._overlap is not None:

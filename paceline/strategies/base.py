@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.replica import Replica
-from paceline.tensors.peers import Peers
+from paceline.servers.holders import Server
+from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
 
 
@@ -45,6 +46,13 @@ class Scaled(Protocol):
 class Strategy(Protocol):
     same_bits: bool
     """Whether the result is the same at any worker count."""
+    at_servers: bool
+    """Whether workers meet at servers. Then `reach` comes before `attach`, main calls `lay` before the first step, and all
+    `begin` behind that."""
+
+    def reach(self, servers: Sequence[Server], watch: Watch) -> None: ...
+    def lay(self) -> None: ...
+    def begin(self) -> None: ...
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         """Once, when all models are known. `scaled`: gradients come multiplied by its scale."""
@@ -77,5 +85,12 @@ class Strategy(Protocol):
     def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
         """For loops without run.slots(): `begin` says whether the backward that has just started
         belongs to a step; if so, `finish` is called when it is over."""
+
+    def capture(self) -> dict[str, Any]:
+        """What a newcomer must know beside the replica, as plain values."""
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps."""
 
     def close(self) -> None: ...

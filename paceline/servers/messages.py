@@ -1,0 +1,104 @@
+"""What workers say to a server, and what it answers.
+
+A call has a body where `+ bytes` stands. All of them can be said twice: a server that has done what is said
+does nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.servers.carried import Carried, Values
+from paceline.servers.fragments import Fragment
+
+
+class Outline(msgspec.Struct, tag=True):
+    """What is trained, before anything else."""
+
+    fragments: list[Fragment]
+    flats: list[str]
+    """The dtype of each flat of the layout."""
+    optimizers: list[Carried]
+
+
+class Lay(msgspec.Struct, tag=True):
+    """Hold this fragment + its values, then the state of its optimizers as a snapshot."""
+
+    fragment: int
+    version: int
+
+
+class Part(msgspec.Struct, tag=True):
+    """The sum over a subtree of the shares at a reduce point + its stretch of the fragment."""
+
+    step: int
+    call: int
+    leaves: int
+    a: int
+    b: int
+    fragment: int
+
+
+class Sealed(msgspec.Struct, tag=True):
+    """Whether the sums of all these fragments are complete; waits for it, if told so."""
+
+    step: int
+    call: int
+    fragments: list[int]
+    wait: bool
+
+
+class Total(msgspec.Struct, tag=True):
+    """The sum at a point over the divisor; answered by `Done` + bytes."""
+
+    step: int
+    call: int
+    divisor: float
+    fragment: int
+
+
+ABSENT, BY_VALUE = -1, -2
+
+
+class Apply(msgspec.Struct, tag=True):
+    """The `count`-th optimizer step of the run: the same from every worker."""
+
+    count: int
+    optimizer: int
+    step: int
+    hyper: list[Values]
+    sources: dict[int, int]
+    """For each parameter of the optimizer where its gradient is: the number of the step's reduce point, or that there is
+    none, or that its value comes (the script has changed it)."""
+    divisors: dict[int, float]
+    """What the sum of each point is divided by."""
+    touched: list[int]
+    """Parameters that the script has changed by itself: their values come."""
+
+
+class Value(msgspec.Struct, tag=True):
+    """A fragment's gradients, or weights, as the script has made them + bytes."""
+
+    count: int
+    fragment: int
+    weights: bool
+
+
+class Pull(msgspec.Struct, tag=True):
+    """The fragment's values after so many optimizer steps, once they are done; answered by `Done` + bytes."""
+
+    fragment: int
+    version: int
+
+
+class State(msgspec.Struct, tag=True):
+    """The state of the fragment's optimizers; answered by `Done` + a snapshot of one list of states for each."""
+
+    fragment: int
+
+
+class Done(msgspec.Struct, tag=True):
+    yes: bool = True
+
+
+Call = Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State

@@ -1,0 +1,125 @@
+"""The workers of one term as a group whose gradients are added up at servers.
+
+It is `Peers` to a strategy. Partial sums go to the servers; only the lanes, a few numbers, still go from worker
+to worker. Each worker waits until the servers have every sum complete, and then meets the others: whoever comes
+out of that meeting knows that nobody's part is missing. So a worker's death ends the term for all or for none, as in
+any group, and whatever was sent for nothing is known to the servers already when it comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.servers.fragments import Fragment
+from paceline.servers.holders import Holders
+from paceline.servers.messages import Part, Sealed, Total
+from paceline.tensors.layout import Layout
+from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
+from paceline.tensors.tree import Plan
+
+
+class Sums:
+    """This worker's memory, whoever its peers are: for its parts, and for what it fetches."""
+
+    def __init__(self) -> None:
+        cpu = torch.device("cpu")
+        self.parts, self.totals = Memory(cpu), Memory(cpu)
+        self.divisors: dict[int, float] = {}
+        """Of each point of the step that was met."""
+
+
+class ServedPeers:
+    """`inner` are the workers; `check(seconds)` raises `TermEnded` once one of them is gone."""
+
+    device, reads_late = torch.device("cpu"), True
+
+    def __init__(
+        self,
+        inner: Peers,
+        holders: Holders,
+        fragments: Callable[[], Sequence[Fragment]],
+        sums: Sums,
+        check: Callable[[float], None],
+    ) -> None:
+        self._inner, self._holders, self._sums, self._check = inner, holders, sums, check
+        self._fragments = fragments
+        self.rank, self.size, self.ends_together = inner.rank, inner.size, inner.ends_together
+        self.at = (0, 0)
+        """Step and number of the reduce point in hand."""
+
+    @property
+    def waited_s(self) -> float:
+        return self._inner.waited_s
+
+    def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
+        self._plan = plan
+        self._sums.parts.open(layout)
+        self._sums.totals.open(layout)
+
+    def parts(self) -> Parts:
+        return [self._sums.parts.of(number) for number in range(len(self._plan.parts(self.rank)))]
+
+    def post(self, bucket: int) -> None:
+        return
+
+    def repost(self, buckets: Sequence[int]) -> None:
+        return
+
+    def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
+        self._push()
+        self._await_sums()
+        rows = self._inner.gather(key, lanes.tobytes())
+        return np.stack([np.frombuffer(row, dtype=np.int64) for row in rows])
+
+    def _push(self) -> None:
+        step, call = self.at
+        calls = []
+        for (a, b), flats in zip(self._plan.parts(self.rank), self.parts(), strict=True):
+            for number, fragment in enumerate(self._fragments()):
+                message = Part(step, call, self._plan.leaves, a, b, number)
+                calls.append(self._holders.of(number).out.call(message, stretch(flats, fragment)))
+        self._holders.wait(calls)
+
+    def _await_sums(self) -> None:
+        step, call = self.at
+        try:
+            self._holders.wait(
+                (server.back.call(Sealed(step, call, mine, wait=True)) for server, mine in self._holders.each()),
+                self._check,
+            )
+        except TermEnded:
+            # Whoever is gone may have seen them complete before: then others may have gone on, and so must this one.
+            answers = self._holders.wait(
+                server.out.call(Sealed(step, call, mine, wait=False)) for server, mine in self._holders.each()
+            )
+            if not all(answer.yes for answer in answers):
+                raise
+
+    def total(self, call: int, divisor: float) -> list[torch.Tensor]:
+        """Memory for the total, with the buffers' part in it; `fetch` brings the rest."""
+        self._sums.divisors[call] = divisor
+        self.fetch(call, buffers=True)
+        return self._sums.totals.of(call)
+
+    def fetch(self, call: int, buffers: bool = False) -> None:
+        flats, divisor = self._sums.totals.of(call), self._sums.divisors[call]
+        self._holders.wait(
+            self._holders.of(number).back.call(Total(self.at[0], call, divisor, number), into=stretch(flats, fragment))
+            for number, fragment in enumerate(self._fragments())
+            if fragment.buffers == buffers
+        )
+
+    def gather(self, key: int, payload: bytes) -> list[bytes]:
+        return self._inner.gather(key, payload)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def stretch(flats: Sequence[torch.Tensor], fragment: Fragment) -> memoryview:
+    """A fragment's bytes in flat memory."""
+    return memoryview(flats[fragment.flat][fragment.start : fragment.stop].view(torch.uint8).numpy())

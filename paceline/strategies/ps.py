@@ -1,0 +1,271 @@
+"""Parameter servers, synchronous: workers meet at servers at every step, which add up and run the optimizer.
+
+The sum is all-reduce's, over the same tree, and the optimizer is the script's own, so the weights are the same bits.
+A script sees nothing of it: `.grad` is the whole batch's gradient, fetched when it is looked at. If it is not, the
+servers use what they have. If it is, the script may have changed it, and the servers get it back, each fragment from one
+worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.replica import Replica, load_optimizer
+from paceline.servers.carried import Carried, describe, hyper, refuse_closure
+from paceline.servers.fragments import Fragment, cut
+from paceline.servers.holders import Holders, Server
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Outline, Pull, State, Value
+from paceline.servers.optimizers import cut as cut_state
+from paceline.servers.optimizers import join
+from paceline.servers.peers import ServedPeers, Sums, stretch
+from paceline.servers.pieces import Piece
+from paceline.state.snapshot import Snapshot
+from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.base import Point, Scaled
+from paceline.tensors.fetched import Fetch, Fetched
+from paceline.tensors.peers import Peers, TermEnded, Watch
+from paceline.tensors.reduce import Outcome
+from paceline.tensors.tree import Plan
+
+
+class ParameterServers(AllReduce):
+    at_servers = True
+
+    def reach(self, servers: Sequence[Server], watch: Watch) -> None:
+        self._watch = watch
+        self._holders = Holders(servers, lambda seconds: None)
+        self._sums = Sums()
+        self._fragments: tuple[Fragment, ...] = ()
+        self._count = 0
+        """Optimizer steps so far."""
+        self._sources: dict[int, int] = {}
+        """For each parameter, at which point of the step it got its gradient."""
+        self._flat = False
+
+    def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
+        super().attach(replica, self._served_by(peers), mean, scaled)
+        for number, optimizer in enumerate(replica.optimizers):
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
+            optimizer.register_step_post_hook(partial(self._after_step, number))
+
+    def _build(self) -> None:
+        if self._fragments:
+            raise UsageError(
+                "a frozen parameter has become trainable, and the servers do not have it: with --strategy ps all that will "
+                "ever be trained must be so when the loop begins"
+            )
+        super()._build()
+        layout, params = self._reducer.layout, self._replica.params
+        self._fragments = cut(layout, len(params))
+        self._values = layout.allocate()
+        """What the servers hold, as of the last pull."""
+        self._value_of = layout.views(self._values)[: len(params)]
+        self._carried: list[Carried] = [describe(optimizer, params) for optimizer in self._replica.optimizers]
+        dtypes = [str(dtype) for dtype, _ in layout.flats]
+        homes = _homes([fragment.nbytes(layout) for fragment in self._fragments], self._holders.count)
+        self._holders.place(Outline(list(self._fragments), dtypes, self._carried), homes)
+
+    def _served_by(self, peers: Peers) -> ServedPeers:
+        def check(seconds: float) -> None:
+            for rank in range(peers.size):
+                if rank != peers.rank:
+                    self._watch.check(seconds, rank)
+
+        self._check = check
+        self._served = ServedPeers(peers, self._holders, lambda: self._fragments, self._sums, check)
+        return self._served
+
+    def meet(self, peers: Peers) -> None:
+        at = self._served.at
+        super().meet(self._served_by(peers))
+        self._served.at = at
+
+    # what the servers hold
+
+    def lay(self) -> None:
+        """Give them the values and the optimizers' state."""
+        states = [optimizer.state_dict() for optimizer in self._replica.optimizers]
+        calls = []
+        self._note_values()
+        for number, fragment in enumerate(self._fragments):
+            pieces = [self._pieces_of(carried, fragment) for carried in self._carried]
+            found = [cut_state(*each) for each in zip(states, self._carried, pieces, strict=True)]
+            state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
+            message = Lay(number, self._count)
+            calls.append(self._holders.of(number).out.call(message, stretch(self._values, fragment), *state))
+        self._holders.wait(calls)
+
+    def begin(self) -> None:
+        """The servers have everything; workers keep no state of an optimizer."""
+        self._note_values()
+        for optimizer in self._replica.optimizers:
+            optimizer.state.clear()
+
+    def _note_values(self) -> None:
+        with torch.no_grad():
+            for value, param in zip(self._value_of, self._replica.params, strict=True):
+                value.copy_(param)
+
+    @staticmethod
+    def _pieces_of(carried: Carried, fragment: Fragment) -> list[Piece]:
+        mine = {param for group in carried.groups for param in group.params}
+        return [Piece(p.param, p.lo, p.hi) for p in fragment.pieces if p.param in mine and not fragment.buffers]
+
+    def capture(self) -> dict[str, Any]:
+        return {"count": self._count}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._count = state["count"]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the script's optimizers have their state, as if they had run here."""
+        held: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self._carried]
+        for number, fragment in enumerate(self._fragments):
+            if not fragment.buffers:
+                for mine, carried, states in zip(held, self._carried, self._states_of(number), strict=True):
+                    mine += zip(self._pieces_of(carried, fragment), states, strict=True)
+        optimizers = self._replica.optimizers
+        for optimizer, carried, mine in zip(optimizers, self._carried, held, strict=True):
+            load_optimizer(optimizer, join(carried, hyper(optimizer, carried), mine))
+        yield
+        for optimizer in optimizers:
+            optimizer.state.clear()
+
+    def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
+        (reply,) = self._holders.wait([self._holders.of(fragment).back.call(State(fragment))])
+        states: list[list[dict[str, Any]]] = Snapshot.read(reply.body).tree
+        return states
+
+    # a step
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._sources, self._sums.divisors = {}, {}
+
+    def open(self, point: Point, plan: Plan, flat: bool) -> None:
+        self._served.at, self._flat = (point.step, point.call), flat
+        super().open(point, plan, flat)
+
+    def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
+        self._served.at = (point.step, point.call)
+        return super().carry_on(point, plan, kept)
+
+    def _give_back(self, outcome: Outcome) -> None:
+        params, call = self._replica.params, self._served.at[1]
+        served = self._served
+        fetch = Fetch(lambda: served.fetch(call))
+        # What others than the script look at is there at once.
+        plain = outcome.sparse or self._old or any(param.dtype != view.dtype for param, view in zip(params, outcome.views))
+        if plain or self._flat or self._replica.device.type != "cpu":
+            fetch.now()
+        super()._give_back(outcome)
+        if not fetch.done:
+            for index, param in enumerate(params):
+                if outcome.present[index]:
+                    param.grad = Fetched.over(outcome.views[index], fetch)
+                    self._sources[index] = call
+
+    # the optimizer
+
+    def _before_step(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
+        refuse_closure(args[1] if len(args) > 1 else kwargs.get("closure"))
+        params, carried = self._replica.params, self._carried[number]
+        mine = [index for group in carried.groups for index in group.params if index is not None]
+        grads = {index: params[index].grad for index in mine}
+        sources = {index: self._source(index, grad) for index, grad in grads.items()}
+        touched = [index for index in mine if not self._is_as_pulled(index)]
+        self._count += 1
+        step, divisors = self._served.at[0], self._sums.divisors
+        message = Apply(self._count, number, step, hyper(optimizer, carried), sources, divisors, touched)
+        calls = [server.out.call(message) for server, _ in self._holders.each()]
+        self._owed = self._what_comes(sources, grads, touched)
+        calls += self._send_values([k for k in self._owed if k[0] % self._served.size == self._served.rank])
+        self._holders.wait(calls)
+        self._grads = grads
+        for index in mine:
+            params[index].grad = None  # the optimizer itself finds nothing to do
+
+    def _source(self, index: int, grad: torch.Tensor | None) -> int:
+        if grad is None:
+            return ABSENT
+        looked_at = not isinstance(grad, Fetched) or grad.fetch.done
+        return BY_VALUE if looked_at else self._sources[index]
+
+    def _is_as_pulled(self, index: int) -> bool:
+        """Whether the script has left this parameter alone since the last pull."""
+        param, value = self._replica.params[index].detach(), self._value_of[index]
+        return torch.equal(param.to(value.dtype), value)
+
+    def _what_comes(
+        self, sources: dict[int, int], grads: dict[int, torch.Tensor | None], touched: list[int]
+    ) -> dict[tuple[int, bool], memoryview]:
+        """The bytes of each fragment that the script has changed something in: gradients, or weights (True)."""
+        params, layout = self._replica.params, self._reducer.layout
+        found: dict[tuple[int, bool], memoryview] = {}
+        changed = {index for index, source in sources.items() if source == BY_VALUE}
+        with torch.no_grad():
+            if changed:
+                flats = layout.allocate()
+                views = layout.views(flats)
+                for index in changed:
+                    views[index].copy_(grads[index])  # type: ignore[arg-type]
+                found |= {(k, False): stretch(flats, self._fragments[k]) for k in self._with(changed)}
+            for index in touched:
+                self._value_of[index].copy_(params[index])
+        found |= {(k, True): stretch(self._values, self._fragments[k]) for k in self._with(set(touched))}
+        return found
+
+    def _with(self, params: set[int]) -> Iterator[int]:
+        """Fragments that hold any of these parameters."""
+        for number, fragment in enumerate(self._fragments):
+            if not fragment.buffers and any(piece.param in params for piece in fragment.pieces):
+                yield number
+
+    def _send_values(self, which: Sequence[tuple[int, bool]]) -> list[Any]:
+        return [
+            self._holders.of(number).out.call(Value(self._count, number, weights), self._owed.pop((number, weights)))
+            for number, weights in which
+        ]
+
+    def _after_step(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
+        params = self._replica.params
+        for index, grad in self._grads.items():
+            params[index].grad = grad
+        # Forward wants the first parameters first, and these lie last.
+        pulled = sorted(self._with(set(self._grads)), reverse=True)
+        calls = [
+            self._holders.of(k).back.call(Pull(k, self._count), into=stretch(self._values, self._fragments[k]))
+            for k in pulled
+        ]
+        self._holders.wait(calls, self._while_pulling)
+        with torch.no_grad():
+            mine = list(self._grads)
+            torch._foreach_copy_([params[k].data for k in mine], [self._value_of[k] for k in mine])
+        self._grads = {}
+
+    def _while_pulling(self, seconds: float) -> None:
+        """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""
+        try:
+            self._check(seconds)
+        except TermEnded:
+            self._send_values(list(self._owed))
+
+    def close(self) -> None:
+        super().close()
+        self._holders.close()
+
+
+def _homes(nbytes: Sequence[int], servers: int) -> list[int]:
+    """The server of each fragment, for now: the largest first, to whoever has least."""
+    load, homes = [0] * servers, [0] * len(nbytes)
+    for number in sorted(range(len(nbytes)), key=lambda k: -nbytes[k]):
+        homes[number] = load.index(min(load))
+        load[homes[number]] += nbytes[number]
+    return homes
