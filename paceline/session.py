@@ -318,7 +318,10 @@ class Session:
             from paceline.servers.shelf import Shelf
 
             return [DirectServer(Shelf())]
-        raise NotImplementedError
+        from paceline.servers.plain import PlainServer
+
+        secret = bytes.fromhex(self.ticket.secret)
+        return [PlainServer(self.fact(f"server/{k}"), secret) for k in range(self.settings.servers)]
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -101,4 +101,8 @@ class Done(msgspec.Struct, tag=True):
     yes: bool = True
 
 
+class Refusal(msgspec.Struct, tag=True):
+    why: str
+
+
 Call = Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State
