@@ -19,7 +19,7 @@ class DirectServer:
     def call(self, message: Call, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
         future: Future[Reply] = Future()
         try:
-            answer, buffers = self._shelf.handle(message, memoryview(b"".join(body)))
+            answer, buffers = self._shelf.handle(message, memoryview(bytearray().join(body)))
         except ValueError as error:
             future.set_exception(error)
             return future

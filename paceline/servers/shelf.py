@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 import torch
 
 from paceline.servers.carried import DTYPES, Carried
@@ -103,7 +102,7 @@ class _Held:
         """A body as a stretch of this fragment; ValueError if it is none."""
         if len(body) != self.value.nbytes:
             raise ValueError(f"{len(body)} bytes for a fragment of {self.value.nbytes}")
-        return torch.from_numpy(np.frombuffer(body, dtype=np.uint8)).view(self._dtype)
+        return torch.frombuffer(body, dtype=self._dtype)
 
     # what is said; always under the lock
 
@@ -153,7 +152,8 @@ class _Held:
 
     def apply(self, message: Apply) -> None:
         if message.count > self.version:
-            self._due.setdefault(message.count, message)
+            if self._due.setdefault(message.count, message) != message:
+                raise ValueError(f"workers do not agree on optimizer step {message.count}")
             self._go_on()
 
     def _go_on(self) -> None:

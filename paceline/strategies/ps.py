@@ -8,7 +8,7 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,7 +46,11 @@ class ParameterServers(AllReduce):
         """Optimizer steps so far."""
         self._sources: dict[int, int] = {}
         """For each parameter, at which point of the step it got its gradient."""
+        self._pristine: dict[int, list[torch.Tensor]] = {}
+        """The gradients of each point that was looked at, as they came."""
         self._flat = False
+        self._owed: dict[tuple[int, bool], memoryview] = {}
+        """Values that other workers send."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         super().attach(replica, self._served_by(peers), mean, scaled)
@@ -55,14 +59,17 @@ class ParameterServers(AllReduce):
             optimizer.register_step_post_hook(partial(self._after_step, number))
 
     def _build(self) -> None:
-        if self._fragments:
+        super()._build()
+        layout, params = self._reducer.layout, self._replica.params
+        fragments = cut(layout, len(params))
+        if self._fragments and fragments != self._fragments:
             raise UsageError(
                 "a frozen parameter has become trainable, and the servers do not have it: with --strategy ps all that will "
                 "ever be trained must be so when the loop begins"
             )
-        super()._build()
-        layout, params = self._reducer.layout, self._replica.params
-        self._fragments = cut(layout, len(params))
+        if self._fragments:
+            return
+        self._fragments = fragments
         self._values = layout.allocate()
         """What the servers hold, as of the last pull."""
         self._value_of = layout.views(self._values)[: len(params)]
@@ -102,8 +109,9 @@ class ParameterServers(AllReduce):
         self._holders.wait(calls)
 
     def begin(self) -> None:
-        """The servers have everything; workers keep no state of an optimizer."""
-        self._note_values()
+        """The servers have everything; workers keep no state of an optimizer. What the servers hold need not be what a
+        newcomer was given: the script may have changed its weights since the last optimizer step."""
+        self._pull(range(len(self._fragments)))
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
 
@@ -147,7 +155,7 @@ class ParameterServers(AllReduce):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._sources, self._sums.divisors = {}, {}
+        self._sources, self._pristine, self._sums.divisors = {}, {}, {}
 
     def open(self, point: Point, plan: Plan, flat: bool) -> None:
         self._served.at, self._flat = (point.step, point.call), flat
@@ -160,17 +168,22 @@ class ParameterServers(AllReduce):
     def _give_back(self, outcome: Outcome) -> None:
         params, call = self._replica.params, self._served.at[1]
         served = self._served
-        fetch = Fetch(lambda: served.fetch(call))
+        fetch = Fetch(lambda: self._bring(served, call))
         # What others than the script look at is there at once.
-        plain = outcome.sparse or self._old or any(param.dtype != view.dtype for param, view in zip(params, outcome.views))
-        if plain or self._flat or self._replica.device.type != "cpu":
+        cast = any(param.dtype != view.dtype for param, view in zip(params, outcome.views, strict=False))
+        if cast or outcome.sparse or self._old or self._flat or self._replica.device.type != "cpu":
             fetch.now()
         super()._give_back(outcome)
-        if not fetch.done:
-            for index, param in enumerate(params):
-                if outcome.present[index]:
+        for index, param in enumerate(params):
+            if outcome.present[index] and index not in outcome.sparse:
+                self._sources[index] = call
+                if not fetch.done:
                     param.grad = Fetched.over(outcome.views[index], fetch)
-                    self._sources[index] = call
+
+    def _bring(self, served: ServedPeers, call: int) -> None:
+        served.fetch(call)
+        layout = self._reducer.layout
+        self._pristine[call] = layout.views([flat.clone() for flat in self._sums.totals.of(call)])
 
     # the optimizer
 
@@ -195,8 +208,13 @@ class ParameterServers(AllReduce):
     def _source(self, index: int, grad: torch.Tensor | None) -> int:
         if grad is None:
             return ABSENT
-        looked_at = not isinstance(grad, Fetched) or grad.fetch.done
-        return BY_VALUE if looked_at else self._sources[index]
+        call = self._sources.get(index)
+        if call is None:
+            return BY_VALUE
+        if isinstance(grad, Fetched) and not grad.fetch.done:
+            return call
+        came = self._pristine[call][index]
+        return call if not grad.is_sparse and torch.equal(grad.cpu(), came.to(grad.dtype)) else BY_VALUE
 
     def _is_as_pulled(self, index: int) -> bool:
         """Whether the script has left this parameter alone since the last pull."""
@@ -238,17 +256,19 @@ class ParameterServers(AllReduce):
         params = self._replica.params
         for index, grad in self._grads.items():
             params[index].grad = grad
-        # Forward wants the first parameters first, and these lie last.
-        pulled = sorted(self._with(set(self._grads)), reverse=True)
-        calls = [
-            self._holders.of(k).back.call(Pull(k, self._count), into=stretch(self._values, self._fragments[k]))
-            for k in pulled
-        ]
-        self._holders.wait(calls, self._while_pulling)
+        self._pull(self._with(set(self._grads)))
         with torch.no_grad():
             mine = list(self._grads)
             torch._foreach_copy_([params[k].data for k in mine], [self._value_of[k] for k in mine])
         self._grads = {}
+
+    def _pull(self, fragments: Iterable[int]) -> None:
+        """Take over what the servers hold. Forward wants the first parameters first, and these lie last."""
+        calls = [
+            self._holders.of(k).back.call(Pull(k, self._count), into=stretch(self._values, self._fragments[k]))
+            for k in sorted(fragments, reverse=True)
+        ]
+        self._holders.wait(calls, self._while_pulling)
 
     def _while_pulling(self, seconds: float) -> None:
         """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""
