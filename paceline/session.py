@@ -47,7 +47,7 @@ from paceline.watch.folder import DEFAULT_RUNS, RunFolder
 
 if TYPE_CHECKING:
     from paceline.cluster.listener import Listener
-    from paceline.servers.holders import Server
+    from paceline.servers.holders import Directory
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -311,17 +311,15 @@ class Session:
         assert isinstance(answer, Value)
         return answer.value
 
-    def servers(self) -> list[Server]:
-        """Lines to all of the run's servers. A run of one has its own, in this process."""
+    def servers(self) -> Directory:
+        """Where this run's servers are found. A run of one has its own, in this process."""
         if self.ticket is None:
-            from paceline.servers.direct import DirectServer
-            from paceline.servers.shelf import Shelf
+            from paceline.servers.direct import OwnServer
 
-            return [DirectServer(Shelf())]
-        from paceline.servers.plain import PlainServer
+            return OwnServer()
+        from paceline.servers.finding import Fleet
 
-        secret = bytes.fromhex(self.ticket.secret)
-        return [PlainServer(self.fact(f"server/{k}"), secret) for k in range(self.settings.servers)]
+        return Fleet(self.ask, bytes.fromhex(self.ticket.secret))
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

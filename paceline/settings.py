@@ -36,6 +36,7 @@ class Settings:
     workers: int = _setting(1, "processes that train")
     spares: int = _setting(0, "processes that wait, ready to take the place of one that is lost")
     servers: int = _setting(0, "processes that hold parameters (0: one, where the strategy has any)")
+    replicas: int = _setting(2, "copies of what servers hold, each on another server as far as there are any")
     machines: int = _setting(1, "machines that the run begins with; the others join with `paceline agent`")
     listen: str = _setting("", "the address, HOST or HOST:PORT, at which other machines reach this one")
     store: str = _setting("", "where the run's decisions are kept for several machines: etcd://HOST:PORT,…")
@@ -86,6 +87,7 @@ def _check(s: Settings) -> None:
         ("workers", 1),
         ("spares", 0),
         ("servers", 0),
+        ("replicas", 1),
         ("machines", 1),
         ("slots", 0),
         ("threads", 1),

@@ -19,6 +19,7 @@ from paceline.cluster import wire
 from paceline.cluster.board import Board
 from paceline.cluster.crew import Crew
 from paceline.cluster.election import Tenure, clock
+from paceline.cluster.fleet import Fleet
 from paceline.cluster.follower import Ended, Follower, MayLead
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal, Machine
@@ -71,7 +72,7 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
 
 
 def _first_kept(job: Job, place: Rendezvous) -> Kept:
-    kept, rows = Kept(), _first_server(job) + job.servers
+    kept, rows = Kept(), _first_server(job) + (job.servers and job.servers + REPLACEMENTS)
     board = Board.create(rows)
     kept.keep(BOARD, os.dup(board.fd), rows)
     board.close()
@@ -165,7 +166,9 @@ class _Service:
         starts = 0 if job.dry_run else REPLACEMENTS
         machines = 1 if job.dry_run else job.settings.machines
         servers = range(_first_server(job), _first_server(job) + job.servers)
-        return Journal.begin(job.workers, job.spares, starts, time.time(), here, machines, servers)
+        journal = Journal.begin(job.workers, job.spares, starts, time.time(), here, machines, servers)
+        journal.fleet = Fleet(job.servers, job.settings.replicas, starts)
+        return journal
 
     def _follow(self) -> Ended | MayLead:
         place, reach, lease = self._node.place, self._reach, self._job.settings.lease

@@ -14,6 +14,7 @@ import msgspec
 from paceline.cluster import messages
 from paceline.cluster.connection import Connection
 from paceline.cluster.desk import Key
+from paceline.cluster.fleet import Fleet
 from paceline.cluster.kept import Kept
 from paceline.cluster.membership import View
 from paceline.cluster.memory import term_of
@@ -76,7 +77,12 @@ class Answering:
                 node.desk.wait(peer, ("join", worker))
             case messages.Needed():
                 node.desk.wait(peer, ("needed", worker))
-            case messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed():
+            case messages.Layout(after):
+                node.desk.wait(peer, ("layout", after))
+            case (
+                messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed() | messages.Serving()
+                | messages.Sizes() | messages.Filled()
+            ):  # fmt: skip
                 node.master.decide(peer, worker, message)
             case _:
                 raise ValueError(f"a worker does not say {type(message).__name__}")
@@ -91,6 +97,8 @@ class Answering:
                 return self._next(journal.views[term])
             case ("fact", str(name)) if name in journal.facts:
                 return messages.Value(journal.facts[name])
+            case ("layout", int(after)) if journal.fleet.number > after:
+                return _placed(journal.fleet)
             case ("needed", int(worker)) if journal.membership.needs(worker):
                 return self._next(journal.membership.settled)
             case ("join", int(worker)):
@@ -140,3 +148,10 @@ class Answering:
         found = self._kept.get(name)
         if found is not None:
             peer.send(messages.Keep(name, found[1]), (found[0],))
+
+
+def _placed(fleet: Fleet) -> messages.Placed:
+    assert fleet.placement is not None
+    copies = fleet.placement.copies
+    filled = [sorted(each.filled) for each in copies]
+    return messages.Placed(fleet.number, [list(each.holders) for each in copies], filled, fleet.addresses)

@@ -18,6 +18,7 @@ from paceline.cluster import messages
 from paceline.cluster.blame import Raised, why_it_ends
 from paceline.cluster.board import Phase, Stop
 from paceline.cluster.job import Job
+from paceline.cluster.fleet import Fleet
 from paceline.cluster.journal import End, Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.office import Office
@@ -61,6 +62,12 @@ class Coordinator:
                 self.journal.facts[key] = value
                 self.save()
                 self.changed()
+            case messages.Serving(address):
+                self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address))
+            case messages.Sizes(nbytes):
+                self._relay(lambda fleet: fleet.sized(nbytes))
+            case messages.Filled(server, fragments):
+                self._relay(lambda fleet: fleet.filled(server, fragments))
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)
@@ -259,9 +266,39 @@ class Coordinator:
         self.save()
         _, server = self.journal.role(number)
         self._folder.event("server ended", exit_words(code), server=server, exit_code=code)
-        if number not in self.journal.doomed:
-            text = f"{exit_words(code)}, and what it held is lost"
+        if number in self.journal.doomed or self.over:
+            return
+        if code not in _KILLS or not self._spare_server(number, server, exit_words(code)):
+            text = f"{exit_words(code)}, and nobody else has all that it held"
             self.fail(self.journal.name(number), text, exit_code=1 if code <= 0 else code, worker=number)
+
+    def _spare_server(self, number: int, server: int, why: str) -> bool:
+        """Whether the run goes on without this server; another one comes in its place."""
+        fleet = self.journal.fleet
+        if not fleet.died(server):
+            return False
+        words = f"{self.journal.name(number)} {why}"
+        fresh = None
+        if fleet.starts_left:
+            fleet.starts_left -= 1
+            fresh = self.journal.add_server()
+        self.save()
+        self._folder.event("layout", words, layout=fleet.number, notice=f"{words}; its copies take over")
+        self.changed()
+        if fresh is not None:
+            self._folder.event("starting a server", words, server=self.journal.role(fresh)[1])
+            self.start(fresh)
+        return True
+
+    def _relay(self, change: Callable[[Fleet], None]) -> None:
+        """The fleet is another one, perhaps."""
+        fleet = self.journal.fleet
+        before = fleet.number
+        change(fleet)
+        self.save()
+        if fleet.number > before:
+            self._folder.event("layout", "servers hold other fragments now", layout=fleet.number)
+            self.changed()
 
     def _raised(self, worker: int, failed: messages.Failed) -> None:
         """A worker ends with an error: its own, as far as anybody can tell, or one that ends the run."""

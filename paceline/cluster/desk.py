@@ -14,7 +14,8 @@ from paceline.cluster.messages import ANY
 from paceline.cluster.reception import Reception
 
 Key = tuple[str, int | str]
-"""A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker), ("needed", worker)."""
+"""A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker), ("needed", worker),
+("layout", number)."""
 
 
 class Desk(Reception):

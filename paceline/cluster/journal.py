@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.cluster.blame import Raised
 from paceline.cluster.board import Phase, Stop
+from paceline.cluster.fleet import Fleet
 from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Start, View
 
 
@@ -67,6 +68,7 @@ class Journal(msgspec.Struct):
     """Exit codes of the workers that have ended."""
     servers: list[int] = []
     """Which numbers are not workers' but servers', from the first one on."""
+    fleet: Fleet = msgspec.field(default_factory=Fleet)
     doomed: list[int] = []
     """Workers that are to be ended."""
     buried: list[int] = []
@@ -160,6 +162,13 @@ class Journal(msgspec.Struct):
                 taken[home].add(self.places[number])
         home = max(taken, key=lambda home: self.machines[home].places - len(taken[home]))
         return home, next(place for place in range(len(taken[home]) + 1) if place not in taken[home])
+
+    def add_server(self) -> int:
+        """One more; its number."""
+        number = self.servers[-1] + 1
+        self.servers.append(number)
+        self.homes[number] = 0
+        return number
 
     def role(self, number: int) -> tuple[str, int]:
         """What a process of this number is, and which one of its kind: ("server", 0), say."""

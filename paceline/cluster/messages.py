@@ -108,6 +108,45 @@ class Failed(msgspec.Struct, tag=True):
     slot: int = -1
 
 
+# servers
+
+
+class Serving(msgspec.Struct, tag=True):
+    """A server listens here, ready to hold fragments."""
+
+    address: str
+
+
+class Sizes(msgspec.Struct, tag=True):
+    """Main says how large each fragment is."""
+
+    nbytes: list[int]
+
+
+class Filled(msgspec.Struct, tag=True):
+    """A primary has given another server all there is of these fragments."""
+
+    server: int
+    fragments: list[int]
+
+
+class Layout(msgspec.Struct, tag=True):
+    """The layout that follows this one: answered once there is one."""
+
+    after: int
+
+
+class Placed(msgspec.Struct, tag=True):
+    """Which server holds what."""
+
+    number: int
+    holders: list[list[int]]
+    """Of each fragment: the primary first."""
+    filled: list[list[int]]
+    """Of each fragment: the backups that hold all of it."""
+    addresses: dict[int, str]
+
+
 class Done(msgspec.Struct, tag=True):
     """An empty answer."""
 
@@ -174,7 +213,7 @@ class Scale(msgspec.Struct, tag=True):
 
 Message = (
     Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
-    | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
+    | Serving | Sizes | Filled | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

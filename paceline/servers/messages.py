@@ -1,7 +1,7 @@
-"""What workers say to a server, and what it answers.
+"""What workers say to a server, servers to each other, and what is answered.
 
 A call has a body where `+ bytes` stands. All of them can be said twice: a server that has done what is said
-does nothing.
+does nothing. Workers say by which layout they think that the server is the fragment's primary.
 """
 
 from __future__ import annotations
@@ -91,6 +91,24 @@ class Pull(msgspec.Struct, tag=True):
     version: int
 
 
+class Summed(msgspec.Struct, tag=True):
+    """From a primary: the sum at a point is complete + bytes."""
+
+    step: int
+    call: int
+    leaves: int
+    fragment: int
+
+
+class Copy(msgspec.Struct, tag=True):
+    """A primary hands on what it is about to do, before it does it + the same bytes. `layout` makes it primary."""
+
+    layout: int
+    primary: int
+    fragment: int
+    said: Lay | Summed | Apply | Value
+
+
 class State(msgspec.Struct, tag=True):
     """The state of the fragment's optimizers; answered by `Done` + a snapshot of one list of states for each."""
 
@@ -105,4 +123,15 @@ class Refusal(msgspec.Struct, tag=True):
     why: str
 
 
-Call = Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State
+class Moved(msgspec.Struct, tag=True):
+    """An answer: this server is not the primary of what was asked for; a newer layout says who is."""
+
+
+class Asked(msgspec.Struct, tag=True):
+    """A worker's call, by this layout."""
+
+    layout: int
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State
+
+
+Call = Asked | Copy | Outline

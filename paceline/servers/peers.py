@@ -70,10 +70,13 @@ class ServedPeers:
         return
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
-        self._push()
-        self._await_sums()
+        self._holders.through(self._meet_sums)
         rows = self._inner.gather(key, lanes.tobytes())
         return np.stack([np.frombuffer(row, dtype=np.int64) for row in rows])
+
+    def _meet_sums(self) -> None:
+        self._push()
+        self._await_sums()
 
     def _push(self) -> None:
         step, call = self.at
@@ -81,20 +84,20 @@ class ServedPeers:
         for (a, b), flats in zip(self._plan.parts(self.rank), self.parts(), strict=True):
             for number, fragment in enumerate(self._fragments()):
                 message = Part(step, call, self._plan.leaves, a, b, number)
-                calls.append(self._holders.of(number).out.call(message, stretch(flats, fragment)))
+                calls.append(self._holders.out(number, message, stretch(flats, fragment)))
         self._holders.wait(calls)
 
     def _await_sums(self) -> None:
         step, call = self.at
         try:
             self._holders.wait(
-                (server.back.call(Sealed(step, call, mine, wait=True)) for server, mine in self._holders.each()),
+                (self._holders.back(k, Sealed(step, call, mine, wait=True)) for k, mine in self._holders.each()),
                 self._check,
             )
         except TermEnded:
             # Whoever is gone may have seen them complete before: then others may have gone on, and so must this one.
             answers = self._holders.wait(
-                server.out.call(Sealed(step, call, mine, wait=False)) for server, mine in self._holders.each()
+                self._holders.out(k, Sealed(step, call, mine, wait=False)) for k, mine in self._holders.each()
             )
             if not all(answer.yes for answer in answers):
                 raise
@@ -106,12 +109,16 @@ class ServedPeers:
         return self._sums.totals.of(call)
 
     def fetch(self, call: int, buffers: bool = False) -> None:
-        flats, divisor = self._sums.totals.of(call), self._sums.divisors[call]
-        self._holders.wait(
-            self._holders.of(number).back.call(Total(self.at[0], call, divisor, number), into=stretch(flats, fragment))
-            for number, fragment in enumerate(self._fragments())
-            if fragment.buffers == buffers
-        )
+        flats, divisor, holders = self._sums.totals.of(call), self._sums.divisors[call], self._holders
+
+        def attempt() -> None:
+            holders.wait(
+                holders.back(number, Total(self.at[0], call, divisor, number), stretch(flats, fragment))
+                for number, fragment in enumerate(self._fragments())
+                if fragment.buffers == buffers
+            )
+
+        holders.through(attempt)
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         return self._inner.gather(key, payload)

@@ -12,12 +12,12 @@ import msgspec
 
 from paceline.cluster import wire
 from paceline.servers.holders import Reply
-from paceline.servers.messages import Call, Done, Refusal
+from paceline.servers.messages import Call, Done, Moved, Refusal
 from paceline.servers.shelf import Shelf
 
 _SIZES = struct.Struct("<IQ")
 _CALLS = msgspec.msgpack.Decoder(Call)
-_REPLIES = msgspec.msgpack.Decoder(Done | Refusal)
+_REPLIES = msgspec.msgpack.Decoder(Done | Refusal | Moved)
 
 
 def _send(sock: socket.socket, head: bytes, body) -> None:
@@ -90,11 +90,6 @@ class PlainLine:
         except OSError:
             pass
         self._sock.close()
-
-
-class PlainServer:
-    def __init__(self, address: str, secret: bytes) -> None:
-        self.out, self.back = PlainLine(address, secret), PlainLine(address, secret)
 
 
 def serve(listening: socket.socket, secret: bytes, shelf: Shelf) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 
 from paceline.cluster import wire
 from paceline.cluster.board import Board, Phase
 from paceline.cluster.link import LeaderLink
-from paceline.cluster.messages import Hello, Put, Welcome
+from paceline.cluster.messages import Filled, Hello, Layout, Placed, Serving, Welcome
 from paceline.launch.environment import ticket
-from paceline.servers.plain import serve
+from paceline.servers.plain import PlainLine, serve
 from paceline.servers.shelf import Shelf
 from paceline.settings import merge
 
@@ -22,17 +23,47 @@ def main() -> None:
     handed = ticket()
     assert handed is not None and handed.server >= 0
     secret, settings = bytes.fromhex(handed.secret), merge(handed.flags, {})[0]
-    link = LeaderLink(handed.address, secret, Hello(handed.worker, os.getpid()), lambda: handed.fence, settings.grace)
+    board: Board | None = None
+
+    def new_link() -> LeaderLink:
+        def fence() -> int:
+            return max(handed.fence, board.leader) if board is not None else handed.fence
+
+        return LeaderLink(handed.address, secret, Hello(handed.worker, os.getpid()), fence, settings.grace)
+
+    link = new_link()
     welcome, fds = link.greet()
     assert isinstance(welcome, Welcome)
     board = Board(fds[0], welcome.rows)
     board.row(handed.worker).enter(Phase.SCRIPT)
     address = f"{handed.address}-server-{handed.server}"
     listening = wire.listen(address)
-    threading.Thread(target=serve, args=(listening, secret, Shelf()), daemon=True).start()
-    link.ask(Put(f"server/{handed.server}", address))
+    shelf = Shelf(handed.server, lambda there: PlainLine(there, secret), partial(_tell_filled, new_link()))
+    threading.Thread(target=serve, args=(listening, secret, shelf), daemon=True).start()
+    threading.Thread(target=_keep_filling, args=(shelf,), daemon=True).start()
+    threading.Thread(target=_follow_layouts, args=(shelf, link, address), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
         time.sleep(_LOOK_S)  # the agent ends this process when the last worker has gone
+
+
+def _follow_layouts(shelf: Shelf, link: LeaderLink, address: str) -> None:
+    link.ask(Serving(address))
+    number = 0
+    while True:
+        layout, _ = link.ask(Layout(number))
+        assert isinstance(layout, Placed)
+        number = layout.number
+        shelf.rearrange(layout)
+
+
+def _keep_filling(shelf: Shelf) -> None:
+    number = 0
+    while True:
+        number = shelf.fill(number)
+
+
+def _tell_filled(link: LeaderLink, server: int, fragments: list[int]) -> None:
+    link.ask(Filled(server, fragments))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
-from paceline.servers.holders import Server
+from paceline.servers.holders import Directory
 from paceline.strategies.base import Point, Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
@@ -30,7 +30,7 @@ _LANES = 8
 class AllReduce:
     same_bits, at_servers = True, False
 
-    def reach(self, servers: Sequence[Server], watch: Watch) -> None:
+    def reach(self, servers: Directory, watch: Watch) -> None:
         return
 
     def lay(self) -> None:

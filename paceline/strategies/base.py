@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.replica import Replica
-from paceline.servers.holders import Server
+from paceline.servers.holders import Directory
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
 
@@ -50,7 +50,7 @@ class Strategy(Protocol):
     """Whether workers meet at servers. Then `reach` comes before `attach`, main calls `lay` before the first step, and all
     `begin` behind that."""
 
-    def reach(self, servers: Sequence[Server], watch: Watch) -> None: ...
+    def reach(self, servers: Directory, watch: Watch) -> None: ...
     def lay(self) -> None: ...
     def begin(self) -> None: ...
 

@@ -8,7 +8,8 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.replica import Replica, load_optimizer
 from paceline.servers.carried import Carried, describe, hyper, refuse_closure
 from paceline.servers.fragments import Fragment, cut
-from paceline.servers.holders import Holders, Server
+from paceline.servers.holders import Directory, Holders, Reply
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Outline, Pull, State, Value
 from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
@@ -37,9 +38,9 @@ from paceline.tensors.tree import Plan
 class ParameterServers(AllReduce):
     at_servers = True
 
-    def reach(self, servers: Sequence[Server], watch: Watch) -> None:
+    def reach(self, servers: Directory, watch: Watch) -> None:
         self._watch = watch
-        self._holders = Holders(servers, lambda seconds: None)
+        self._holders = Holders(servers)
         self._sums = Sums()
         self._fragments: tuple[Fragment, ...] = ()
         self._count = 0
@@ -49,8 +50,6 @@ class ParameterServers(AllReduce):
         self._pristine: dict[int, list[torch.Tensor]] = {}
         """The gradients of each point that was looked at, as they came."""
         self._flat = False
-        self._owed: dict[tuple[int, bool], memoryview] = {}
-        """Values that other workers send."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         super().attach(replica, self._served_by(peers), mean, scaled)
@@ -75,8 +74,8 @@ class ParameterServers(AllReduce):
         self._value_of = layout.views(self._values)[: len(params)]
         self._carried: list[Carried] = [describe(optimizer, params) for optimizer in self._replica.optimizers]
         dtypes = [str(dtype) for dtype, _ in layout.flats]
-        homes = _homes([fragment.nbytes(layout) for fragment in self._fragments], self._holders.count)
-        self._holders.place(Outline(list(self._fragments), dtypes, self._carried), homes)
+        sizes = [fragment.nbytes(layout) for fragment in fragments]
+        self._holders.place(Outline(list(fragments), dtypes, self._carried), sizes)
 
     def _served_by(self, peers: Peers) -> ServedPeers:
         def check(seconds: float) -> None:
@@ -98,20 +97,25 @@ class ParameterServers(AllReduce):
     def lay(self) -> None:
         """Give them the values and the optimizers' state."""
         states = [optimizer.state_dict() for optimizer in self._replica.optimizers]
-        calls = []
         self._note_values()
-        for number, fragment in enumerate(self._fragments):
-            pieces = [self._pieces_of(carried, fragment) for carried in self._carried]
-            found = [cut_state(*each) for each in zip(states, self._carried, pieces, strict=True)]
-            state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
-            message = Lay(number, self._count)
-            calls.append(self._holders.of(number).out.call(message, stretch(self._values, fragment), *state))
-        self._holders.wait(calls)
+
+        def attempt() -> None:
+            calls = []
+            for number, fragment in enumerate(self._fragments):
+                pieces = [self._pieces_of(carried, fragment) for carried in self._carried]
+                found = [cut_state(*each) for each in zip(states, self._carried, pieces, strict=True)]
+                state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
+                calls.append(
+                    self._holders.out(number, Lay(number, self._count), stretch(self._values, fragment), *state)
+                )
+            self._holders.wait(calls)
+
+        self._holders.through(attempt)
 
     def begin(self) -> None:
         """The servers have everything; workers keep no state of an optimizer. What the servers hold need not be what a
         newcomer was given: the script may have changed its weights since the last optimizer step."""
-        self._pull(range(len(self._fragments)))
+        self._holders.through(lambda: self._holders.wait(self._pull(range(len(self._fragments)))))
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
 
@@ -147,7 +151,8 @@ class ParameterServers(AllReduce):
             optimizer.state.clear()
 
     def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
-        (reply,) = self._holders.wait([self._holders.of(fragment).back.call(State(fragment))])
+        holders = self._holders
+        (reply,) = holders.through(lambda: holders.wait([holders.back(fragment, State(fragment))]))
         states: list[list[dict[str, Any]]] = Snapshot.read(reply.body).tree
         return states
 
@@ -196,11 +201,8 @@ class ParameterServers(AllReduce):
         touched = [index for index in mine if not self._is_as_pulled(index)]
         self._count += 1
         step, divisors = self._served.at[0], self._sums.divisors
-        message = Apply(self._count, number, step, hyper(optimizer, carried), sources, divisors, touched)
-        calls = [server.out.call(message) for server, _ in self._holders.each()]
-        self._owed = self._what_comes(sources, grads, touched)
-        calls += self._send_values([k for k in self._owed if k[0] % self._served.size == self._served.rank])
-        self._holders.wait(calls)
+        self._apply = Apply(self._count, number, step, hyper(optimizer, carried), sources, divisors, touched)
+        self._changes = self._what_comes(sources, grads, touched)
         self._grads = grads
         for index in mine:
             params[index].grad = None  # the optimizer itself finds nothing to do
@@ -246,46 +248,49 @@ class ParameterServers(AllReduce):
             if not fragment.buffers and any(piece.param in params for piece in fragment.pieces):
                 yield number
 
-    def _send_values(self, which: Sequence[tuple[int, bool]]) -> list[Any]:
-        return [
-            self._holders.of(number).out.call(Value(self._count, number, weights), self._owed.pop((number, weights)))
-            for number, weights in which
-        ]
+    def _send(self, everything: bool) -> list[Future[Reply]]:
+        """Tell of the step. Each change of the script's comes from one worker; from all, where one may be gone."""
+        holders, rank, size = self._holders, self._served.rank, self._served.size
+        self._sent_everything = everything
+        calls = [holders.out(k, self._apply) for k, _ in holders.each()]
+        for (number, weights), body in self._changes.items():
+            if everything or number % size == rank:
+                calls.append(holders.out(number, Value(self._count, number, weights), body))
+        return calls
 
     def _after_step(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
         params = self._replica.params
         for index, grad in self._grads.items():
             params[index].grad = grad
-        self._pull(self._with(set(self._grads)))
+        mine, first = list(self._with(set(self._grads))), True
+
+        def attempt() -> None:
+            nonlocal first
+            again, first = not first, False
+            self._holders.wait([*self._send(everything=again), *self._pull(mine)], self._while_pulling)
+
+        self._holders.through(attempt)
         with torch.no_grad():
             mine = list(self._grads)
             torch._foreach_copy_([params[k].data for k in mine], [self._value_of[k] for k in mine])
         self._grads = {}
 
-    def _pull(self, fragments: Iterable[int]) -> None:
+    def _pull(self, fragments: Iterable[int]) -> list[Future[Reply]]:
         """Take over what the servers hold. Forward wants the first parameters first, and these lie last."""
-        calls = [
-            self._holders.of(k).back.call(Pull(k, self._count), into=stretch(self._values, self._fragments[k]))
+        return [
+            self._holders.back(k, Pull(k, self._count), stretch(self._values, self._fragments[k]))
             for k in sorted(fragments, reverse=True)
         ]
-        self._holders.wait(calls, self._while_pulling)
 
     def _while_pulling(self, seconds: float) -> None:
         """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""
         try:
             self._check(seconds)
         except TermEnded:
-            self._send_values(list(self._owed))
+            if not self._sent_everything:
+                self._send(everything=True)
 
     def close(self) -> None:
         super().close()
         self._holders.close()
 
-
-def _homes(nbytes: Sequence[int], servers: int) -> list[int]:
-    """The server of each fragment, for now: the largest first, to whoever has least."""
-    load, homes = [0] * servers, [0] * len(nbytes)
-    for number in sorted(range(len(nbytes)), key=lambda k: -nbytes[k]):
-        homes[number] = load.index(min(load))
-        load[homes[number]] += nbytes[number]
-    return homes

@@ -1,0 +1,75 @@
+"""The run's servers and what each of them holds: events in, the next layout out. Pure; no torch in here.
+
+A layout is a placement with a number, which grows with every change. Whoever sends something to a server says by
+which layout; a server that knows a newer one refuses it. Server numbers are never used twice.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.servers.goals import Server
+from paceline.servers.placement import Placement, balance, place
+
+
+class Fleet(msgspec.Struct):
+    wanted: int = 0
+    """How many servers there should be."""
+    replicas: int = 1
+    """Copies of each fragment, as far as there are servers."""
+    starts_left: int = 0
+    number: int = 0
+    """Of the layout; 0: there is none yet."""
+    addresses: dict[int, str] = {}
+    """Of each server that is there."""
+    nbytes: list[int] = []
+    """The size of each fragment, once main has told."""
+    placement: Placement | None = None
+
+    def came(self, server: int, address: str) -> None:
+        """A server is ready."""
+        if self.addresses.get(server) == address:
+            return
+        self.addresses[server] = address
+        self._go_on()
+
+    def sized(self, nbytes: list[int]) -> None:
+        """What is to be held. Told again by whoever is main after the first one; it is the same."""
+        if not self.nbytes:
+            self.nbytes = nbytes
+            self._go_on()
+
+    def died(self, server: int) -> bool:
+        """A server is gone; whether all that it held is still there."""
+        if self.addresses.pop(server, None) is None or self.placement is None:
+            return True
+        if not self.addresses:
+            return False
+        self._become(place(self.nbytes, self._servers, self.replicas, self.placement))
+        return not self.placement.lost
+
+    def filled(self, server: int, fragments: list[int]) -> None:
+        """A server holds all of these fragments now."""
+        assert self.placement is not None
+        placement = self.placement
+        for fragment in fragments:
+            placement = placement.fill(fragment, server)
+        self._become(balance(self.nbytes, self._servers, self.replicas, placement))
+
+    def _go_on(self) -> None:
+        if not self.nbytes:
+            return
+        if self.placement is not None:
+            mended = place(self.nbytes, self._servers, self.replicas, self.placement)
+            self._become(balance(self.nbytes, self._servers, self.replicas, mended))
+        elif len(self.addresses) >= self.wanted:
+            self._become(place(self.nbytes, self._servers, self.replicas))
+
+    def _become(self, placement: Placement) -> None:
+        if placement != self.placement:
+            self.placement = placement
+            self.number += 1
+
+    @property
+    def _servers(self) -> list[Server]:
+        return [Server(number, machine=0) for number in sorted(self.addresses)]

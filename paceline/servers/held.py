@@ -1,0 +1,223 @@
+"""One fragment at a server: its values, the sums of the last steps, its optimizers. No sockets, no other servers.
+
+What happens to a fragment is a sequence of things said: values laid, a sum complete, an optimizer step, values that
+the script has changed. All of it is computed from these alone, so a backup that is told the same has the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from paceline.servers.carried import DTYPES, Carried
+from paceline.servers.fragments import Fragment
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Value
+from paceline.servers.optimizers import Engine
+from paceline.servers.parts import New, Parts
+from paceline.servers.pieces import Piece
+from paceline.state.snapshot import Snapshot
+from paceline.tensors.sums import TreeSum
+from paceline.tensors.tree import Range, program
+
+Said = Lay | Summed | Apply | Value
+_KEPT_STEPS = 1
+"""A worker may be so many steps behind another one: what it still asks for is kept."""
+
+
+class Point:
+    """The parts of one reduce point in one fragment, and their sum."""
+
+    def __init__(self, leaves: int) -> None:
+        self.leaves, self._parts = leaves, Parts(leaves)
+        self._sums: dict[Range, torch.Tensor] = {}
+        self.total: torch.Tensor | None = None
+        """Of all leaves, once it is known."""
+
+    def add(self, part: Range, body: torch.Tensor) -> torch.Tensor | None:
+        """A part has come; the sum, if it is complete by that."""
+        match self._parts.add(part):
+            case New(drops):
+                for drop in drops:
+                    del self._sums[drop]
+                self._sums[part] = body.clone()
+        cover = self._parts.cover()
+        if cover is None:
+            return None
+        sources = [self._sums[part] for part in cover]
+        total = torch.empty_like(sources[0])
+        TreeSum(sources, program(cover, (0, self.leaves)), [total]).add()
+        return total
+
+    def seal(self, total: torch.Tensor) -> None:
+        self.total, self._sums = total, {}
+
+
+class Held:
+    """All methods but the waits are called under `changed`."""
+
+    def __init__(self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried]) -> None:
+        self._fragment, self._dtype = fragment, dtype
+        self.changed = threading.Condition()
+        self.value = torch.zeros(fragment.stop - fragment.start, dtype=dtype)
+        self.version = -1
+        """Optimizer steps that are in the values; -1: nothing was laid yet."""
+        self.points: dict[tuple[int, int], Point] = {}
+        self._due: dict[int, Apply] = {}
+        self._values: dict[tuple[int, bool], torch.Tensor] = {}
+        self._own: dict[int, torch.Tensor] = {}
+        """Of each piece whose parameter has another type than the flat: its values in that."""
+        self._engines: list[tuple[list[int], Engine]] = []
+        for carried in [] if fragment.buffers else optimizers:
+            mine = {param for group in carried.groups for param in group.params}
+            numbers = [k for k, piece in enumerate(fragment.pieces) if piece.param in mine]
+            pieces = [Piece(p.param, p.lo, p.hi) for p in (fragment.pieces[k] for k in numbers)]
+            memory = [self._memory(k, DTYPES[carried.laid[fragment.pieces[k].param].dtype]) for k in numbers]
+            self._engines.append((numbers, Engine(carried, pieces, memory)))
+
+    def _memory(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        view = self._stretch(self.value, number)
+        if dtype == view.dtype:
+            return view
+        return self._own.setdefault(number, torch.zeros(len(view), dtype=dtype))
+
+    def _stretch(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        piece = self._fragment.pieces[number]
+        return flat[piece.at : piece.at + piece.hi - piece.lo]
+
+    def read(self, body: memoryview) -> torch.Tensor:
+        """A body as a stretch of this fragment; ValueError if it is none."""
+        if len(body) != self.value.nbytes:
+            raise ValueError(f"{len(body)} bytes for a fragment of {self.value.nbytes}")
+        return torch.frombuffer(body, dtype=self._dtype)
+
+    # what is said
+
+    def point(self, message: Part | Summed) -> Point:
+        for old in [key for key in self.points if key[0] < message.step - _KEPT_STEPS]:
+            del self.points[old]
+        point = self.points.setdefault((message.step, message.call), Point(message.leaves))
+        if point.leaves != message.leaves:
+            raise ValueError(f"{message.leaves} leaves at a point of {point.leaves}")
+        return point
+
+    def knows(self, message: Said) -> bool:
+        """Whether this has been said before; ValueError if something else has."""
+        match message:
+            case Lay():
+                return self.version >= 0
+            case Summed():
+                return self.point(message).total is not None
+            case Value():
+                return message.count <= self.version or (message.count, message.weights) in self._values
+            case Apply():
+                if self._due.get(message.count, message) != message:
+                    raise ValueError(f"workers do not agree on optimizer step {message.count}")
+                return message.count <= self.version or message.count in self._due
+
+    def do(self, message: Said, body: memoryview) -> None:
+        match message:
+            case Lay(_, version):
+                self._lay(version, body)
+            case Summed():
+                self.point(message).seal(self.read(body).clone())
+            case Value():
+                self._values[message.count, message.weights] = self.read(body).clone()
+            case Apply():
+                self._due[message.count] = message
+        self._go_on()
+        self.changed.notify_all()
+
+    def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
+        """What makes another copy the same as this one."""
+        number = -1  # the copier knows which fragment this is
+        states = [] if self._fragment.buffers else [memoryview(self.states().packed())]
+        yield Lay(number, self.version), [as_bytes(self.value), *states]
+        for (step, call), point in self.points.items():
+            if point.total is not None:
+                yield Summed(step, call, point.leaves, number), [as_bytes(point.total)]
+        for (count, weights), value in self._values.items():
+            yield Value(count, number, weights), [as_bytes(value)]
+        for message in self._due.values():
+            yield message, []
+
+    def _lay(self, version: int, body: memoryview) -> None:
+        self.value.copy_(self.read(body[: self.value.nbytes]))
+        self._to_own(range(len(self._fragment.pieces)))
+        rest = body[self.value.nbytes :]
+        if len(rest):
+            for (_, engine), states in zip(self._engines, Snapshot.read(rest).tree, strict=True):
+                engine.restore(states)
+        self.version = version
+
+    def states(self) -> Snapshot:
+        return Snapshot([engine.capture() for _, engine in self._engines])
+
+    # what is asked
+
+    def sealed(self, step: int, call: int) -> bool:
+        point = self.points.get((step, call))
+        return point is not None and point.total is not None
+
+    def over(self, step: int, call: int, divisor: float) -> torch.Tensor:
+        """The sum at a point over the divisor, in new memory."""
+        point = self.points.get((step, call))
+        if point is None or point.total is None:
+            raise ValueError(f"the sum of step {step}, point {call} is not there")
+        out = torch.empty_like(point.total)
+        TreeSum([point.total], (), [out]).add(divisor)
+        return out
+
+    # the optimizer
+
+    def _go_on(self) -> None:
+        """Do the optimizer steps for which everything is there."""
+        while (message := self._due.get(self.version + 1)) is not None and self._ready(message):
+            del self._due[message.count]
+            self._step(message)
+            self.version = message.count
+            for weights in (False, True):
+                self._values.pop((message.count, weights), None)
+
+    def _ready(self, message: Apply) -> bool:
+        if self._fragment.buffers:
+            return True
+        params = {piece.param for piece in self._fragment.pieces}
+        sources = {message.sources.get(param, ABSENT) for param in params}
+        return (
+            all(self.sealed(message.step, source) for source in sources if source >= 0)
+            and (BY_VALUE not in sources or (message.count, False) in self._values)
+            and (params.isdisjoint(message.touched) or (message.count, True) in self._values)
+        )
+
+    def _step(self, message: Apply) -> None:
+        if not self._engines:
+            return
+        numbers, engine = self._engines[message.optimizer]
+        weights = self._values.get((message.count, True))
+        if weights is not None:
+            touched = [k for k, piece in enumerate(self._fragment.pieces) if piece.param in message.touched]
+            for k in touched:
+                self._stretch(self.value, k).copy_(self._stretch(weights, k))
+            self._to_own(touched)
+        flats = {BY_VALUE: self._values.get((message.count, False))}
+        gradients: list[torch.Tensor | None] = []
+        for k in numbers:
+            source = message.sources.get(self._fragment.pieces[k].param, ABSENT)
+            if source >= 0 and source not in flats:
+                flats[source] = self.over(message.step, source, message.divisors[source])
+            flat = flats.get(source)
+            gradients.append(None if flat is None else self._stretch(flat, k))
+        engine.apply(gradients, message.hyper)
+        for k, own in self._own.items():
+            self._stretch(self.value, k).copy_(own)
+
+    def _to_own(self, numbers: Sequence[int]) -> None:
+        for k in numbers:
+            if k in self._own:
+                self._own[k].copy_(self._stretch(self.value, k))
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
