@@ -154,4 +154,6 @@ def _placed(fleet: Fleet) -> messages.Placed:
     assert fleet.placement is not None
     copies = fleet.placement.copies
     filled = [sorted(each.filled) for each in copies]
-    return messages.Placed(fleet.number, [list(each.holders) for each in copies], filled, fleet.addresses)
+    holders = [list(each.holders) for each in copies]
+    since = [[known[server] for server in each] for known, each in zip(fleet.since, holders, strict=True)]
+    return messages.Placed(fleet.number, holders, since, filled, fleet.addresses)

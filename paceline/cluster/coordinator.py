@@ -66,8 +66,8 @@ class Coordinator:
                 self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address))
             case messages.Sizes(nbytes):
                 self._relay(lambda fleet: fleet.sized(nbytes))
-            case messages.Filled(server, fragments):
-                self._relay(lambda fleet: fleet.filled(server, fragments))
+            case messages.Filled(server, since):
+                self._relay(lambda fleet: fleet.filled(server, since))
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)

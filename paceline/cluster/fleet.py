@@ -25,6 +25,8 @@ class Fleet(msgspec.Struct):
     nbytes: list[int] = []
     """The size of each fragment, once main has told."""
     placement: Placement | None = None
+    since: list[dict[int, int]] = []
+    """For each fragment, the layout by which each of its holders came to hold it."""
 
     def came(self, server: int, address: str) -> None:
         """A server is ready."""
@@ -48,12 +50,13 @@ class Fleet(msgspec.Struct):
         self._become(place(self.nbytes, self._servers, self.replicas, self.placement))
         return not self.placement.lost
 
-    def filled(self, server: int, fragments: list[int]) -> None:
-        """A server holds all of these fragments now."""
+    def filled(self, server: int, since: dict[int, int]) -> None:
+        """A server holds all of these fragments now, unless it has lost them again while that was said."""
         assert self.placement is not None
         placement = self.placement
-        for fragment in fragments:
-            placement = placement.fill(fragment, server)
+        for fragment, number in since.items():
+            if self.since[fragment].get(server) == number:
+                placement = placement.fill(fragment, server)
         self._become(balance(self.nbytes, self._servers, self.replicas, placement))
 
     def _go_on(self) -> None:
@@ -69,6 +72,11 @@ class Fleet(msgspec.Struct):
         if placement != self.placement:
             self.placement = placement
             self.number += 1
+            before = self.since or [{} for _ in self.nbytes]
+            self.since = [
+                {server: known.get(server, self.number) for server in copies.holders}
+                for known, copies in zip(before, placement.copies, strict=True)
+            ]
 
     @property
     def _servers(self) -> list[Server]:

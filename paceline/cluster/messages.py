@@ -127,7 +127,8 @@ class Filled(msgspec.Struct, tag=True):
     """A primary has given another server all there is of these fragments."""
 
     server: int
-    fragments: list[int]
+    since: dict[int, int]
+    """Of each of them, the layout by which that server came to hold it."""
 
 
 class Layout(msgspec.Struct, tag=True):
@@ -142,6 +143,8 @@ class Placed(msgspec.Struct, tag=True):
     number: int
     holders: list[list[int]]
     """Of each fragment: the primary first."""
+    since: list[list[int]]
+    """Of each of these, the layout by which it came to hold the fragment: what it had of it before is worth nothing."""
     filled: list[list[int]]
     """Of each fragment: the backups that hold all of it."""
     addresses: dict[int, str]

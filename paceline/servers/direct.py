@@ -44,7 +44,7 @@ class OwnServer:
         self._fragments = len(nbytes)
 
     def layout(self, after: int) -> Placed:
-        layout = Placed(after + 1, [[0]] * self._fragments, [[]] * self._fragments, {0: ""})
+        layout = Placed(after + 1, [[0]] * self._fragments, [[1]] * self._fragments, [[]] * self._fragments, {0: ""})
         self._shelf.rearrange(layout)
         return layout
 

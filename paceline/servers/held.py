@@ -55,10 +55,10 @@ class Point:
 
 
 class Held:
-    """All methods but the waits are called under `changed`."""
+    """`since` which layout this server holds it. All methods are called under `changed`."""
 
-    def __init__(self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried]) -> None:
-        self._fragment, self._dtype = fragment, dtype
+    def __init__(self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried], since: int) -> None:
+        self._fragment, self._dtype, self.since = fragment, dtype, since
         self.changed = threading.Condition()
         self.value = torch.zeros(fragment.stop - fragment.start, dtype=dtype)
         self.version = -1

@@ -18,6 +18,7 @@ from paceline.cluster.messages import Placed
 from paceline.servers.messages import Asked, Call, Done, Moved, Outline
 
 _LOOK_S = 0.01
+NOWHERE = Placed(0, [], [], [], {})
 Check = Callable[[float], None]
 Result = TypeVar("Result")
 
@@ -68,7 +69,7 @@ class Holders:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._servers: dict[int, Server] = {}
-        self._layout = Placed(0, [], [], {})
+        self._layout = NOWHERE
 
     def place(self, outline: Outline, nbytes: list[int]) -> None:
         self._outline = outline

@@ -105,6 +105,8 @@ class Copy(msgspec.Struct, tag=True):
 
     layout: int
     primary: int
+    since: int
+    """By which layout the backup came to hold the fragment."""
     fragment: int
     said: Lay | Summed | Apply | Value
 

@@ -62,8 +62,8 @@ def _keep_filling(shelf: Shelf) -> None:
         number = shelf.fill(number)
 
 
-def _tell_filled(link: LeaderLink, server: int, fragments: list[int]) -> None:
-    link.ask(Filled(server, fragments))
+def _tell_filled(link: LeaderLink, server: int, since: dict[int, int]) -> None:
+    link.ask(Filled(server, since))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from paceline.servers.messages import (
 )
 
 Answer = tuple[msgspec.Struct, Sequence[memoryview]]
-NOWHERE = Placed(0, [], [], {})
+NOWHERE = Placed(0, [], [], [], {})
 _LOOK_S = 0.05
 
 
@@ -55,14 +55,14 @@ class _NotPrimary(Exception):
 
 
 class Shelf:
-    """`number`: which server this is; `dial` connects to another one; `told(server, fragments)` is called when that one
-    has been filled."""
+    """`number`: which server this is; `dial` connects to another one; `told(server, since)` is called when that one has
+    been filled."""
 
     def __init__(
         self,
         number: int = 0,
         dial: Callable[[str], Out] | None = None,
-        told: Callable[[int, list[int]], None] | None = None,
+        told: Callable[[int, dict[int, int]], None] | None = None,
     ) -> None:
         self._number, self._dial, self._told = number, dial, told
         self._outline: Outline | None = None
@@ -71,8 +71,8 @@ class Shelf:
         self._changed = threading.Condition()
         """About all of these, and the following."""
         self._lines: dict[int, Out] = {}
-        self._filled: set[tuple[int, int]] = set()
-        """(fragment, server): backups that have all of a fragment by this server's doing."""
+        self._filled: set[tuple[int, int, int]] = set()
+        """(fragment, server, since): backups that have all of a fragment by this server's doing."""
 
     # who holds what
 
@@ -82,9 +82,9 @@ class Shelf:
             self._layout = layout
             for server in [server for server in self._lines if server not in layout.addresses]:
                 self._lines.pop(server).close()
-            for fragment in [k for k in self._held if self._number not in layout.holders[k]]:
+            for fragment in [k for k, held in self._held.items() if held.since != _since(layout, k, self._number)]:
                 del self._held[fragment]
-            self._filled = {(k, server) for k, server in self._filled if server in layout.holders[k]}
+            self._filled = {each for each in self._filled if each[2] == _since(layout, *each[:2])}
             self._changed.notify_all()
 
     def fill(self, after: int) -> int:
@@ -92,33 +92,34 @@ class Shelf:
         with self._changed:
             self._changed.wait_for(lambda: self._layout.number > after)
             layout = self._layout
-        done: dict[int, list[int]] = {}
+        done: dict[int, dict[int, int]] = {}
         for fragment, (primary, *backups) in enumerate(layout.holders):
             for server in backups:
                 if primary == self._number and server not in layout.filled[fragment]:
+                    since = _since(layout, fragment, server)
                     try:
-                        self._fill_one(fragment, server)
+                        self._fill_one(fragment, server, since)
                     except (OSError, _NotPrimary):
-                        continue  # it is gone: another layout will say so
-                    done.setdefault(server, []).append(fragment)
-        for server, fragments in done.items():
+                        continue  # another layout will say what now
+                    done.setdefault(server, {})[fragment] = since
+        for server, filled in done.items():
             assert self._told is not None
-            self._told(server, fragments)
+            self._told(server, filled)
         return layout.number
 
-    def _fill_one(self, fragment: int, server: int) -> None:
-        held = self._made(fragment)
+    def _fill_one(self, fragment: int, server: int, since: int) -> None:
+        held = self._mine(fragment)
         with held.changed:
-            if (fragment, server) in self._filled:
+            if (fragment, server, since) in self._filled:
                 return
             line = self._line(server)
             number = self._layout.number
             for said, body in held.all_said():
-                answer = line.call(Copy(number, self._number, fragment, said), *body).result()
+                answer = line.call(Copy(number, self._number, since, fragment, said), *body).result()
                 if _is(answer, Moved):
                     raise _NotPrimary
             with self._changed:
-                self._filled.add((fragment, server))
+                self._filled.add((fragment, server, since))
 
     def _line(self, server: int) -> Out:
         with self._changed:
@@ -130,29 +131,35 @@ class Shelf:
                 self._lines[server].call(self._outline)
             return self._lines[server]
 
-    def _backups(self, fragment: int) -> list[int]:
-        """Who must be told of everything; _NotPrimary if that is not this server's business."""
+    def _backups(self, fragment: int) -> list[tuple[int, int]]:
+        """Who must be told of everything, and since when they hold it; _NotPrimary if that is not this server's business."""
         with self._changed:
             holders = self._layout.holders[fragment] if fragment < len(self._layout.holders) else []
             if not holders or holders[0] != self._number:
                 raise _NotPrimary
             filled = self._layout.filled[fragment]
-            return [server for server in holders[1:] if server in filled or (fragment, server) in self._filled]
+            backups = list(zip(holders, self._layout.since[fragment], strict=True))[1:]
+            return [
+                (server, since)
+                for server, since in backups
+                if server in filled or (fragment, server, since) in self._filled
+            ]
 
     def _tell(self, fragment: int, said: Said, body: Sequence[memoryview]) -> None:
         """All backups know of it when this returns."""
-        told: set[int] = set()
+        told: set[tuple[int, int]] = set()
         while True:
             layout = self._layout
-            rest = [server for server in self._backups(fragment) if server not in told]
+            rest = [backup for backup in self._backups(fragment) if backup not in told]
             if not rest:
                 return
-            for server in rest:
+            for server, since in rest:
                 try:
-                    answer = self._line(server).call(Copy(layout.number, self._number, fragment, said), *body).result()
+                    copy = Copy(layout.number, self._number, since, fragment, said)
+                    answer = self._line(server).call(copy, *body).result()
                     if _is(answer, Moved):
                         raise ConnectionError(f"server {server} knows a newer layout")
-                    told.add(server)
+                    told.add((server, since))
                 except OSError:
                     with self._changed:
                         self._lines.pop(server, None)
@@ -179,8 +186,8 @@ class Shelf:
     def _copy(self, message: Copy, body: memoryview) -> Answer:
         with self._changed:
             self._changed.wait_for(lambda: self._layout.number >= message.layout)
-            primary, *backups = self._layout.holders[message.fragment]
-            if primary != message.primary or self._number not in backups:
+            since = _since(self._layout, message.fragment, self._number)
+            if self._layout.holders[message.fragment][0] != message.primary or since != message.since:
                 return Moved(), ()
         held = self._made(message.fragment)
         with held.changed:
@@ -263,8 +270,15 @@ class Shelf:
             if fragment not in self._held:
                 found = self._outline.fragments[fragment]
                 dtype = DTYPES[self._outline.flats[found.flat]]
-                self._held[fragment] = Held(found, dtype, self._outline.optimizers)
+                since = _since(self._layout, fragment, self._number)
+                self._held[fragment] = Held(found, dtype, self._outline.optimizers, since)
             return self._held[fragment]
+
+
+def _since(layout: Placed, fragment: int, server: int) -> int:
+    """By which layout a server came to hold a fragment; 0: it does not."""
+    holders = layout.holders[fragment]
+    return layout.since[fragment][holders.index(server)] if server in holders else 0
 
 
 def _is(answer: object, kind: type) -> bool:
