@@ -261,12 +261,17 @@ class Run:
 
     def _begin_at_servers(self) -> None:
         """They have the state before anybody trains; whoever is main gives it to them."""
-        strategy = self._strategy
-        if strategy.at_servers and not self._session.dry_run:
-            if not self._laid:
-                self._laid = True
-                self.terms.gather(_LAID, lambda: strategy.lay() or b"" if self.is_main else b"")
-            strategy.begin()
+        if not self._strategy.at_servers or self._session.dry_run:
+            return
+        if not self._laid:
+            self._laid = True
+            self.terms.gather(_LAID, self._lay)
+        self._strategy.begin()
+
+    def _lay(self) -> bytes:
+        if self.is_main:
+            self._strategy.lay()
+        return b""
 
     def _show_settings(self) -> NoReturn:
         """--dry-run ends where training would begin."""

@@ -130,9 +130,13 @@ def _check_machines(s: Settings) -> None:
 def _check_strategy(s: Settings) -> None:
     entry = _strategy_of(s)
     if s.servers and not entry.servers:
-        raise UsageError(f"--servers {s.servers}: --strategy {s.strategy} has none; leave it out, or pass --strategy ps")
+        raise UsageError(
+            f"--servers {s.servers}: --strategy {s.strategy} has none; leave it out, or pass --strategy ps"
+        )
     if entry.servers and s.listen:
-        raise UsageError(f"--strategy {s.strategy} is for one machine; leave --listen out, or pass --strategy allreduce")
+        raise UsageError(
+            f"--strategy {s.strategy} is for one machine; leave --listen out, or pass --strategy allreduce"
+        )
 
 
 def _strategy_of(s: Settings) -> Entry:

@@ -17,8 +17,8 @@ import msgspec
 from paceline.cluster import messages
 from paceline.cluster.blame import Raised, why_it_ends
 from paceline.cluster.board import Phase, Stop
-from paceline.cluster.job import Job
 from paceline.cluster.fleet import Fleet
+from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.office import Office

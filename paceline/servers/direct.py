@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from paceline.cluster.messages import Placed
-from paceline.servers.holders import Reply, Server
+from paceline.servers.lines import Reply, Server
 from paceline.servers.messages import Call
 from paceline.servers.shelf import Shelf
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.messages import Layout, Placed, Sizes
-from paceline.servers.holders import Server
+from paceline.servers.lines import Server
 from paceline.servers.plain import PlainLine
 
 

@@ -220,4 +220,4 @@ class Held:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data

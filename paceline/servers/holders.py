@@ -1,7 +1,6 @@
-"""The run's servers, as a worker sees them: which one holds what, and two lines to each.
+"""The run's servers, as a worker sees them: which one holds what.
 
-Gradients leave by one line and values come by the other: a call that waits at the server holds up what was
-said behind it on its own line only. When a server is lost, or fragments have moved, whoever is waiting finds
+When a server is lost, or fragments have moved, whoever is waiting finds
 out by `MovedError`, gets the next layout, and says it all again: servers ignore what they know.
 """
 
@@ -10,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from paceline.cluster.messages import Placed
-from paceline.servers.messages import Asked, Call, Done, Moved, Outline
+from paceline.servers.lines import Reply, Server
+from paceline.servers.messages import Asked, Outline
 
 _LOOK_S = 0.01
 NOWHERE = Placed(0, [], [], [], {})
@@ -25,34 +25,6 @@ Result = TypeVar("Result")
 
 class MovedError(Exception):
     """A server is gone, or is not the primary of a fragment any more."""
-
-
-class Reply(NamedTuple):
-    message: msgspec.Struct
-    body: memoryview
-    """Nothing, if it went into memory that was given."""
-
-    @property
-    def yes(self) -> bool:
-        return isinstance(self.message, Done) and self.message.yes
-
-
-class Line(Protocol):
-    """Calls go out in order, and are answered in order."""
-
-    def call(self, message: Call, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
-        """`into` takes the answer's bytes."""
-
-    def close(self) -> None: ...
-
-
-class Server(NamedTuple):
-    out: Line
-    back: Line
-
-    def close(self) -> None:
-        self.out.close()
-        self.back.close()
 
 
 class Directory(Protocol):
@@ -129,7 +101,7 @@ class Holders:
             replies = [future.result() for future in pending]
         except OSError as error:
             raise MovedError(str(error)) from None
-        if any(isinstance(reply.message, Moved) for reply in replies):
+        if any(reply.moved for reply in replies):
             raise MovedError
         return replies
 

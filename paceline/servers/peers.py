@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.servers.fragments import Fragment
+from paceline.servers.held import as_bytes
 from paceline.servers.holders import Holders
 from paceline.servers.messages import Part, Sealed, Total
 from paceline.tensors.layout import Layout
@@ -129,4 +130,4 @@ class ServedPeers:
 
 def stretch(flats: Sequence[torch.Tensor], fragment: Fragment) -> memoryview:
     """A fragment's bytes in flat memory."""
-    return memoryview(flats[fragment.flat][fragment.start : fragment.stop].view(torch.uint8).numpy())
+    return as_bytes(flats[fragment.flat][fragment.start : fragment.stop])

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import msgspec
 
 from paceline.cluster import wire
-from paceline.servers.holders import Reply
+from paceline.servers.lines import Reply
 from paceline.servers.messages import Call, Done, Moved, Refusal
 from paceline.servers.shelf import Shelf
 

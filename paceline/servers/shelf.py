@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Protocol
 
 import msgspec
 
 from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
 from paceline.servers.held import Held, Said, as_bytes
+from paceline.servers.holders import NOWHERE
+from paceline.servers.lines import Line
 from paceline.servers.messages import (
     Apply,
     Asked,
@@ -39,15 +39,7 @@ from paceline.servers.messages import (
 )
 
 Answer = tuple[msgspec.Struct, Sequence[memoryview]]
-NOWHERE = Placed(0, [], [], [], {})
 _LOOK_S = 0.05
-
-
-class Out(Protocol):
-    """A line to another server."""
-
-    def call(self, message: Call, *body: memoryview) -> Future[object]: ...
-    def close(self) -> None: ...
 
 
 class _NotPrimary(Exception):
@@ -61,7 +53,7 @@ class Shelf:
     def __init__(
         self,
         number: int = 0,
-        dial: Callable[[str], Out] | None = None,
+        dial: Callable[[str], Line] | None = None,
         told: Callable[[int, dict[int, int]], None] | None = None,
     ) -> None:
         self._number, self._dial, self._told = number, dial, told
@@ -70,7 +62,7 @@ class Shelf:
         self._layout = NOWHERE
         self._changed = threading.Condition()
         """About all of these, and the following."""
-        self._lines: dict[int, Out] = {}
+        self._lines: dict[int, Line] = {}
         self._filled: set[tuple[int, int, int]] = set()
         """(fragment, server, since): backups that have all of a fragment by this server's doing."""
 
@@ -116,12 +108,12 @@ class Shelf:
             number = self._layout.number
             for said, body in held.all_said():
                 answer = line.call(Copy(number, self._number, since, fragment, said), *body).result()
-                if _is(answer, Moved):
+                if answer.moved:
                     raise _NotPrimary
             with self._changed:
                 self._filled.add((fragment, server, since))
 
-    def _line(self, server: int) -> Out:
+    def _line(self, server: int) -> Line:
         with self._changed:
             if server not in self._lines:
                 assert self._dial is not None and self._outline is not None
@@ -157,13 +149,16 @@ class Shelf:
                 try:
                     copy = Copy(layout.number, self._number, since, fragment, said)
                     answer = self._line(server).call(copy, *body).result()
-                    if _is(answer, Moved):
+                    if answer.moved:
                         raise ConnectionError(f"server {server} knows a newer layout")
                     told.add((server, since))
                 except OSError:
-                    with self._changed:
-                        self._lines.pop(server, None)
-                        self._changed.wait_for(lambda: self._layout.number > layout.number)
+                    self._await_layout_after(layout.number, server)
+
+    def _await_layout_after(self, number: int, unreachable: int) -> None:
+        with self._changed:
+            self._lines.pop(unreachable, None)
+            self._changed.wait_for(lambda: self._layout.number > number)
 
     # calls
 
@@ -279,7 +274,3 @@ def _since(layout: Placed, fragment: int, server: int) -> int:
     """By which layout a server came to hold a fragment; 0: it does not."""
     holders = layout.holders[fragment]
     return layout.since[fragment][holders.index(server)] if server in holders else 0
-
-
-def _is(answer: object, kind: type) -> bool:
-    return isinstance(getattr(answer, "message", None), kind)

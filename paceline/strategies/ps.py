@@ -20,7 +20,8 @@ from paceline.errors import UsageError
 from paceline.replica import Replica, load_optimizer
 from paceline.servers.carried import Carried, describe, hyper, refuse_closure
 from paceline.servers.fragments import Fragment, cut
-from paceline.servers.holders import Directory, Holders, Reply
+from paceline.servers.holders import Directory, Holders
+from paceline.servers.lines import Reply
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Outline, Pull, State, Value
 from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
@@ -141,8 +142,8 @@ class ParameterServers(AllReduce):
         held: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self._carried]
         for number, fragment in enumerate(self._fragments):
             if not fragment.buffers:
-                for mine, carried, states in zip(held, self._carried, self._states_of(number), strict=True):
-                    mine += zip(self._pieces_of(carried, fragment), states, strict=True)
+                for known, carried, states in zip(held, self._carried, self._states_of(number), strict=True):
+                    known.extend(zip(self._pieces_of(carried, fragment), states, strict=True))
         optimizers = self._replica.optimizers
         for optimizer, carried, mine in zip(optimizers, self._carried, held, strict=True):
             load_optimizer(optimizer, join(carried, hyper(optimizer, carried), mine))
@@ -293,4 +294,3 @@ class ParameterServers(AllReduce):
     def close(self) -> None:
         super().close()
         self._holders.close()
-
