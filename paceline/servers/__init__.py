@@ -1,0 +1,1 @@
+"""Parameter servers: what they compute with, hold and say."""
