@@ -36,12 +36,12 @@ class Engine:
         for piece, value in zip(pieces, values, strict=True):
             _check(piece, value, carried.laid[piece.param])
             held[home[piece.param]].append(value)
-        kind = OPTIMIZERS[carried.name]
+        kind: Any = OPTIMIZERS[carried.name]
         more = {"initial_accumulator_value": carried.accumulator} if kind is Adagrad else {}
         self._known = kind([torch.empty(0)]).defaults.keys()
         with self._as_in_the_script():
             groups = [{"params": held[number], **self._options(number, {})} for number in range(len(held))]
-            self._optimizer: Any = kind(groups, **more)
+            self._optimizer = kind(groups, **more)
 
     def _options(self, group: int, changed: Values) -> Values:
         options = {**self._carried.groups[group].options, **changed}
