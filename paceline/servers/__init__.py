@@ -1,1 +1,1 @@
-"""Parameter servers: what they compute with, hold and say."""
+"""The parameter server: what it holds, who may go on, what counts once."""

@@ -1,0 +1,258 @@
+"""Tensors by name, at a server: pushed by any worker, combined there, pulled by any.
+
+A key is made by a push with `assign`. Every push makes a new version of its tensor, and a pull is one version,
+whole: while anybody is still being sent it, it is not written; a push meanwhile makes the next one elsewhere. So
+a puller that is slow or frozen holds up no push.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from paceline.servers.calling import Line, Lines, Reply
+from paceline.servers.serving import Answer, Caller
+from paceline.tensors.channel import memory_of
+
+_LONGEST_KEY = 200
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64")
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _assign(ours: torch.Tensor, theirs: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(theirs)
+
+
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "assign": _assign,
+    "sum": lambda ours, theirs, out: torch.add(ours, theirs, out=out),
+    "max": lambda ours, theirs, out: torch.maximum(ours, theirs, out=out),
+    "min": lambda ours, theirs, out: torch.minimum(ours, theirs, out=out),
+}
+"""What a push does with what is there: `combine(ours, theirs, out)`."""
+
+
+class Push(msgspec.Struct, tag=True, frozen=True):
+    """+ the tensor's bytes; answered by `Pushed`, or by `Pulled` if the result is wanted back."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    combine: str
+    pull: bool = False
+
+
+class Pull(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Pulled`; by `Pushed` if the version is not newer than that."""
+
+    key: str
+    newer_than: int = 0
+
+
+Call = Push | Pull
+
+
+class Pushed(msgspec.Struct, tag=True, frozen=True):
+    version: int
+
+
+class Pulled(msgspec.Struct, tag=True, frozen=True):
+    """+ the tensor's bytes."""
+
+    version: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Replies = Pushed | Pulled
+
+
+@dataclass(eq=False)
+class _Memory:
+    tensor: torch.Tensor
+    readers: int = 0
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A key's tensor, and none before its first version. The lock is held while it is combined, never while it is sent."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    current: _Memory
+    spare: _Memory
+    version: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self) -> None:
+        if not self.version:
+            raise _unknown(self.key)
+
+    def put(self, theirs: torch.Tensor, combine: str) -> None:
+        target = self.current
+        if target.readers:
+            target = self.spare if not self.spare.readers else _Memory(torch.empty_like(self.current.tensor))
+        COMBINE[combine](self.current.tensor, theirs, target.tensor)
+        if target is not self.current:
+            self.current, self.spare = target, self.current
+        self.version += 1
+
+    def answer(self) -> Answer:
+        memory = self.current
+        memory.readers += 1
+        message = Pulled(self.version, self.dtype, self.shape)
+        return Answer(message, [memory_of(memory.tensor)], partial(self._read, memory))
+
+    def _read(self, memory: _Memory) -> None:
+        with self.lock:
+            memory.readers -= 1
+
+
+def _unknown(key: str) -> ValueError:
+    return ValueError(f"there is no key {key[:_LONGEST_KEY]!r}; it is made by a push with assign")
+
+
+class Store:
+    """The server's side: `handle` is what `Serving` calls, from many threads."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._lock = threading.Lock()
+        """Guards the table; each entry has its own."""
+
+    def handle(self, caller: Caller, message: Call, body: memoryview) -> Answer:
+        if isinstance(message, Push):
+            return self._push(message, body)
+        if body.nbytes:
+            raise ValueError(f"a pull brings nothing, and {body.nbytes} bytes came")
+        entry = self._find(message.key)
+        with entry.lock:
+            entry.check()
+            return entry.answer() if entry.version > message.newer_than else Answer(Pushed(entry.version))
+
+    def _push(self, push: Push, body: memoryview) -> Answer:
+        theirs = _tensor(push, body)
+        if push.combine not in COMBINE:
+            raise ValueError(f"there is no combine {push.combine!r}; there are {', '.join(COMBINE)}")
+        entry = self._find(push.key) if push.combine != "assign" else self._find_or_make(push)
+        if (push.dtype, push.shape) != (entry.dtype, entry.shape):
+            raise ValueError(
+                f"{push.key} is {entry.dtype} of shape {entry.shape}, and {push.dtype} of {push.shape} was pushed"
+            )
+        with entry.lock:
+            if push.combine != "assign":
+                entry.check()
+            entry.put(theirs, push.combine)
+            return entry.answer() if push.pull else Answer(Pushed(entry.version))
+
+    def _find(self, key: str) -> _Entry:
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is None:
+            raise _unknown(key)
+        return entry
+
+    def _find_or_make(self, push: Push) -> _Entry:
+        if not push.key or len(push.key) > _LONGEST_KEY or not push.key.isprintable():
+            raise ValueError(f"a key has 1 to {_LONGEST_KEY} printable characters, unlike {push.key[:_LONGEST_KEY]!r}")
+        with self._lock:
+            if push.key not in self._entries:
+                first, second = (_Memory(torch.empty(push.shape, dtype=DTYPES[push.dtype])) for _ in range(2))
+                self._entries[push.key] = _Entry(push.key, push.dtype, push.shape, first, second)
+            return self._entries[push.key]
+
+
+def _tensor(push: Push, body: memoryview) -> torch.Tensor:
+    """The body as what it is said to be."""
+    if push.dtype not in DTYPES:
+        raise ValueError(f"there is no dtype {push.dtype[:_LONGEST_KEY]!r}; there are {', '.join(DTYPES)}")
+    dtype = DTYPES[push.dtype]
+    if any(size < 0 for size in push.shape) or len(push.shape) > 16:
+        raise ValueError(f"no tensor has the shape {push.shape[:16]}")
+    if prod(push.shape) * dtype.itemsize != body.nbytes:
+        raise ValueError(f"{push.dtype} of shape {push.shape} is not {body.nbytes} bytes")
+    if not body.nbytes:
+        return torch.empty(push.shape, dtype=dtype)
+    return torch.frombuffer(body, dtype=dtype).view(push.shape)
+
+
+# a worker's side
+
+
+class Versioned(NamedTuple):
+    version: int
+    tensor: torch.Tensor | None
+    """None, if only a version was asked for, or there was none newer."""
+
+
+class Keys:
+    """The tensors of a server, over a line to it. All calls go out at once and are done in their order."""
+
+    def __init__(self, line: Line | Lines) -> None:
+        self._line = line
+
+    def push(self, key: str, tensor: torch.Tensor, combine: str = "sum") -> Future[Versioned]:
+        return self._push(key, tensor, combine, None, False)
+
+    def pull(self, key: str, into: torch.Tensor | None = None, if_newer_than: int | None = None) -> Future[Versioned]:
+        """Into a contiguous tensor on the host, if one of its size is given, which is nobody's until then."""
+        message = Pull(key, 0 if if_newer_than is None else if_newer_than)
+        return _then(self._line.call(message, into=_memory(into)), partial(_versioned, into))
+
+    def push_pull(
+        self, key: str, tensor: torch.Tensor, combine: str = "sum", into: torch.Tensor | None = None
+    ) -> Future[Versioned]:
+        """What came of this very push."""
+        return self._push(key, tensor, combine, into, True)
+
+    def _push(
+        self, key: str, tensor: torch.Tensor, combine: str, into: torch.Tensor | None, pull: bool
+    ) -> Future[Versioned]:
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{key} is {tensor.dtype}; there are {', '.join(DTYPES)}")
+        message = Push(key, _NAMES[tensor.dtype], tuple(tensor.shape), combine, pull)
+        return _then(self._line.call(message, memory_of(tensor), into=_memory(into)), partial(_versioned, into))
+
+
+def _memory(into: torch.Tensor | None) -> memoryview | None:
+    return None if into is None else memory_of(into)
+
+
+def _versioned(into: torch.Tensor | None, reply: Reply) -> Versioned:
+    message = reply.message
+    if isinstance(message, Pushed):
+        return Versioned(message.version, None)
+    if into is not None and (_NAMES[into.dtype], tuple(into.shape)) == (message.dtype, message.shape):
+        return Versioned(message.version, into)
+    found = torch.empty(message.shape, dtype=DTYPES[message.dtype])
+    if found.numel():
+        found = torch.frombuffer(reply.body, dtype=found.dtype).view(message.shape)
+    return Versioned(message.version, found)
+
+
+def _then(future: Future[Reply], turn: Callable[[Reply], Versioned]) -> Future[Versioned]:
+    """What comes of it, turned into something else."""
+    turned: Future[Versioned] = Future()
+    turned.set_running_or_notify_cancel()
+
+    def done(future: Future[Reply]) -> None:
+        try:
+            turned.set_result(turn(future.result()))
+        except Exception as error:  # noqa: BLE001  whoever waits for it is to have it
+            turned.set_exception(error)
+
+    future.add_done_callback(done)
+    return turned

@@ -1,0 +1,278 @@
+"""A channel between two processes of one machine: bodies go through shared memory, everything else through sockets.
+
+Each direction has a ring. The sender copies a body into it chunk by chunk, the receiver uses it there or copies
+it to where it belongs, and both are at work at the same time. Nothing but a wake-up travels for a chunk:
+
+    the channel's socket   ──▶ lengths and head, with which the first chunk is there; a byte for each further one
+    the socket of returns  ◀── a byte for each chunk that may be overwritten, the oldest first
+
+Lengths follow from the body's, so nothing that could be wrong is read from memory that the other side can write.
+All waiting is in `recv`: a death is the end of a stream, at once. Bodies begin on a 64-byte boundary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from paceline.cluster import wire
+from paceline.cluster.messages import Refused
+from paceline.errors import ResourceError
+from paceline.tensors import ring
+from paceline.tensors.channel import (
+    LARGEST_HEAD,
+    PREFIX,
+    BadMessage,
+    Buffer,
+    ChannelEnded,
+    ChannelError,
+    Place,
+    Received,
+    Spare,
+    TornMessage,
+    byte_views,
+    lend,
+    lengths,
+    placed,
+    prefix,
+)
+from paceline.tensors.ring import Ring
+from paceline.tensors.segment import aligned
+from paceline.tensors.streamed import advance, hang_up
+
+RING, CHUNK = 8 << 20, 1 << 20
+"""Bytes. From 1 MB on libc copies past the cache: into memory that another core has last read that is 14 GB/s, and
+8.5 GB/s with 512 KB. A larger ring is no faster, and over 16 MB slower at times (measured on two cores)."""
+_SLOTS = 64
+"""Chunks that may be in a ring at once: what is sent back for them always fits its socket."""
+_BATCH = 16
+"""Chunks after which it is said that they are free. With the bound on their bytes (one chunk's) a sender that waits
+is always told: its ring is at least two chunks."""
+_MORE = b"\1"
+
+
+class Rings(msgspec.Struct, tag=True, frozen=True):
+    """Beside it: the rings, first the one that its sender writes, and the receiver's end of the socket of returns."""
+
+    chunk: int
+
+
+_OPENING = wire.decoder(Rings | Refused)
+
+
+def offer(sock: socket.socket, size: int = RING, chunk: int = CHUNK) -> SharedChannel:
+    """Over a connected, authenticated Unix socket, which it takes over. The other side calls `accept`."""
+    fds: list[int] = []
+    ours, theirs = socket.socketpair()
+    try:
+        fds += [ring.make(size), ring.make(size)]
+        channel = SharedChannel(sock, ours, Ring(fds[0]), Ring(fds[1]), chunk)
+        wire.send(sock, Rings(chunk), (*fds, theirs.fileno()))
+        return channel
+    except BaseException as error:
+        if isinstance(error, ResourceError):
+            wire.send(sock, Refused(str(error)))
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        wire.close_all(fds)
+
+
+def accept(sock: socket.socket) -> SharedChannel:
+    """The other end of what is offered."""
+    opening, fds = wire.receive(sock, _OPENING)
+    try:
+        if isinstance(opening, Refused):
+            raise ResourceError(opening.why)
+        if len(fds) != 3:
+            raise BadMessage(f"two rings and a socket were to come, not {len(fds)} descriptors")
+        returns = socket.socket(fileno=os.dup(fds[2]))
+        try:
+            return SharedChannel(sock, returns, Ring(fds[1]), Ring(fds[0]), opening.chunk)
+        except ValueError as error:
+            returns.close()
+            raise BadMessage(str(error)) from None
+    finally:
+        wire.close_all(fds)
+
+
+class SharedChannel:
+    def __init__(self, sock: socket.socket, returns: socket.socket, out: Ring, into: Ring, chunk: int) -> None:
+        for one in (out, into):
+            if not 0 < chunk <= one.size // 2 or chunk != aligned(chunk) or one.size > chunk * _SLOTS:
+                raise ValueError(f"a ring of {one.size} bytes cannot have chunks of {chunk}")
+        for each in (sock, returns):
+            each.setblocking(True)
+        self._socket, self._returns = sock, returns
+        self._chunk, self._over = chunk, False
+        self._sending = threading.Lock()
+        """Guards the next two."""
+        self._out, self._out_at = out, 0
+        self._unreturned: deque[int] = deque()
+        """Bytes of the ring that each chunk on its way takes."""
+        self._into, self._into_at = into, 0
+        self._lent: list[int] = []
+        self._owed: list[int] = []
+        """Chunks, by their bytes: of the body that is lent; done with, and not said so yet."""
+        self._head = memoryview(bytearray(PREFIX.size + LARGEST_HEAD))
+        self._spare = Spare()
+
+    # out
+
+    def send(self, head: bytes, *buffers: Buffer) -> None:
+        views = deque(byte_views(buffers))
+        nbytes = sum(view.nbytes for view in views)
+        words = prefix(head, nbytes) + head
+        with self._sending:
+            whole = False
+            try:
+                for size in self._cut(nbytes):
+                    self._make_room(aligned(size))
+                    _fill(self._out.view(self._out_at, size), views)
+                    self._out_at += aligned(size)
+                    self._unreturned.append(aligned(size))
+                    self._socket.sendall(words)
+                    words = _MORE
+                if not nbytes:
+                    self._socket.sendall(words)
+                whole = True
+            except ChannelError:
+                raise
+            except OSError:
+                raise self._ended() from None
+            finally:
+                # Half a message may be on its way: whatever followed would be taken for its rest.
+                if not whole:
+                    self.hang_up()
+
+    def _cut(self, nbytes: int) -> list[int]:
+        """The chunks of a body."""
+        whole, rest = divmod(nbytes, self._chunk)
+        return [self._chunk] * whole + [rest] * bool(rest)
+
+    def _make_room(self, size: int) -> None:
+        while self._out.size - sum(self._unreturned) < size or len(self._unreturned) == _SLOTS:
+            returned = self._returns.recv(_SLOTS)
+            if not returned:
+                raise self._ended()
+            if len(returned) > len(self._unreturned):
+                raise BadMessage("more of the ring was given back than was taken")
+            for _ in returned:
+                self._unreturned.popleft()
+
+    # in
+
+    def receive(self, place: Place = lend) -> Received:
+        self.release()
+        start = self._head[: PREFIX.size]
+        self._read(start, ChannelEnded)
+        size, nbytes = lengths(start)
+        self._read(self._head[:size])
+        head = bytes(self._head[:size])
+        if not nbytes:
+            return Received(head, memoryview(b""))
+        where = placed(place, head, nbytes)
+        if where is None and aligned(nbytes) <= self._into.size:
+            return Received(head, self._in_place(nbytes))
+        body = self._spare.take(nbytes) if where is None else where
+        self._copy_out(body)
+        return Received(head, body)
+
+    def _in_place(self, nbytes: int) -> memoryview:
+        sizes = self._cut(nbytes)
+        missing = len(sizes) - 1
+        while missing:
+            missing -= self._further(missing)
+        self._lent = [aligned(size) for size in sizes]
+        body = self._into.view(self._into_at, nbytes)
+        self._into_at += sum(self._lent)
+        return body
+
+    def _copy_out(self, body: memoryview) -> None:
+        there, at = 1, 0
+        sizes = self._cut(body.nbytes)
+        for number, size in enumerate(sizes):
+            if not there:
+                there = self._further(min(len(sizes) - number, _SLOTS))
+            copy(body[at : at + size], self._into.view(self._into_at, size))
+            self._into_at, at, there = self._into_at + aligned(size), at + size, there - 1
+            self._give_back([aligned(size)])
+
+    def _further(self, most: int) -> int:
+        """Wait for further chunks of the body in hand; how many have come."""
+        self._say_owed()  # the sender may need them for these
+        try:
+            said = self._socket.recv(most)
+        except OSError:
+            said = b""
+        if not said or self._over:
+            raise self._ended(TornMessage)
+        if said.count(_MORE) != len(said):
+            raise BadMessage("something else came where the chunks of a body were due")
+        return len(said)
+
+    def _read(self, view: memoryview, end: type[ChannelError] = TornMessage) -> None:
+        """Until it is full. `end`: what it is called if nothing comes at all."""
+        while view.nbytes:
+            try:
+                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+            except OSError:
+                count = 0
+            if not count or self._over:
+                raise self._ended(end)
+            view, end = view[count:], TornMessage
+
+    def release(self) -> None:
+        lent, self._lent = self._lent, []
+        self._give_back(lent)
+
+    def _give_back(self, chunks: list[int]) -> None:
+        self._owed += chunks
+        if sum(self._owed) >= self._chunk or len(self._owed) >= _BATCH:
+            self._say_owed()
+
+    def _say_owed(self) -> None:
+        if self._owed:
+            with contextlib.suppress(OSError):  # it is gone; what it has sent before can still be received
+                self._returns.sendall(_MORE * len(self._owed))
+            self._owed.clear()
+
+    # the end
+
+    def _ended(self, kind: type[ChannelError] = ChannelEnded) -> ChannelError:
+        if self._over:
+            return ChannelEnded("the channel is closed")
+        where = "in the middle of a message" if kind is TornMessage else "between two messages"
+        return kind(f"the other side ended the channel {where}")
+
+    def hang_up(self) -> None:
+        self._over = True
+        hang_up(self._socket)
+        hang_up(self._returns)
+
+    def close(self) -> None:
+        """What is lent stays mapped until it is let go of."""
+        self.hang_up()
+        self._socket.close()
+        self._returns.close()
+
+
+def _fill(room: memoryview, views: deque[memoryview]) -> None:
+    """With what comes next, out of as many of them as it takes."""
+    while room.nbytes:
+        count = min(room.nbytes, views[0].nbytes)
+        copy(room[:count], views[0][:count])
+        advance(views, count)
+        room = room[count:]
+
+
+def copy(into: memoryview, out_of: memoryview) -> None:
+    """By libc's memmove, as a memoryview's own; but numpy lets other threads run meanwhile."""
+    np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(out_of, dtype=np.uint8))
