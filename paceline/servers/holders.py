@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from paceline.cluster.messages import Placed
-from paceline.servers.lines import Reply, Server
-from paceline.servers.messages import Asked, Outline
+from paceline.servers.calling import Reply
+from paceline.servers.lines import Server, moved
+from paceline.servers.messages import Asked, Drawing, Outline
 
 _LOOK_S = 0.01
 NOWHERE = Placed(0, [], [], [], {})
@@ -43,8 +44,8 @@ class Holders:
         self._servers: dict[int, Server] = {}
         self._layout = NOWHERE
 
-    def place(self, outline: Outline, nbytes: list[int]) -> None:
-        self._outline = outline
+    def place(self, drawing: Drawing, nbytes: list[int]) -> None:
+        self._drawn = memoryview(msgspec.msgpack.encode(drawing))
         self._directory.size(nbytes)
         self._refresh()
 
@@ -68,8 +69,8 @@ class Holders:
             except OSError as error:
                 raise MovedError(str(error)) from None
             self._servers[number] = server
-            server.out.call(self._outline)
-            server.back.call(self._outline)
+            for line in server:
+                line.call(Outline(), self._drawn)
         return self._servers[number]
 
     # calls
@@ -101,7 +102,7 @@ class Holders:
             replies = [future.result() for future in pending]
         except OSError as error:
             raise MovedError(str(error)) from None
-        if any(reply.moved for reply in replies):
+        if any(moved(reply) for reply in replies):
             raise MovedError
         return replies
 

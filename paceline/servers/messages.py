@@ -12,13 +12,17 @@ from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
 
 
-class Outline(msgspec.Struct, tag=True):
-    """What is trained, before anything else."""
+class Drawing(msgspec.Struct):
+    """What is trained."""
 
     fragments: list[Fragment]
     flats: list[str]
     """The dtype of each flat of the layout."""
     optimizers: list[Carried]
+
+
+class Outline(msgspec.Struct, tag=True):
+    """Before anything else + an encoded `Drawing`."""
 
 
 class Lay(msgspec.Struct, tag=True):
@@ -60,10 +64,9 @@ class Total(msgspec.Struct, tag=True):
 ABSENT, BY_VALUE = -1, -2
 
 
-class Apply(msgspec.Struct, tag=True):
-    """The `count`-th optimizer step of the run: the same from every worker."""
+class Update(msgspec.Struct):
+    """One optimizer step: the same from every worker."""
 
-    count: int
     optimizer: int
     step: int
     hyper: list[Values]
@@ -74,6 +77,12 @@ class Apply(msgspec.Struct, tag=True):
     """What the sum of each point is divided by."""
     touched: list[int]
     """Parameters that the script has changed by itself: their values come."""
+
+
+class Apply(msgspec.Struct, tag=True):
+    """The `count`-th optimizer step of the run + an encoded `Update`."""
+
+    count: int
 
 
 class Value(msgspec.Struct, tag=True):
@@ -121,10 +130,6 @@ class Done(msgspec.Struct, tag=True):
     yes: bool = True
 
 
-class Refusal(msgspec.Struct, tag=True):
-    why: str
-
-
 class Moved(msgspec.Struct, tag=True):
     """An answer: this server is not the primary of what was asked for; a newer layout says who is."""
 
@@ -137,3 +142,4 @@ class Asked(msgspec.Struct, tag=True):
 
 
 Call = Asked | Copy | Outline
+ANSWER = Done | Moved

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.servers.fragments import Fragment
 from paceline.servers.held import as_bytes
 from paceline.servers.holders import Holders
-from paceline.servers.messages import Part, Sealed, Total
+from paceline.servers.messages import Done, Part, Sealed, Total
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
 from paceline.tensors.tree import Plan
@@ -100,7 +100,7 @@ class ServedPeers:
             answers = self._holders.wait(
                 self._holders.out(k, Sealed(step, call, mine, wait=False)) for k, mine in self._holders.each()
             )
-            if not all(answer.yes for answer in answers):
+            if not all(answer.message == Done(True) for answer in answers):
                 raise
 
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:

@@ -19,13 +19,14 @@ from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.holders import NOWHERE
-from paceline.servers.lines import Line
+from paceline.servers.lines import Line, moved
 from paceline.servers.messages import (
     Apply,
     Asked,
     Call,
     Copy,
     Done,
+    Drawing,
     Lay,
     Moved,
     Outline,
@@ -57,7 +58,9 @@ class Shelf:
         told: Callable[[int, dict[int, int]], None] | None = None,
     ) -> None:
         self._number, self._dial, self._told = number, dial, told
-        self._outline: Outline | None = None
+        self._drawing: Drawing | None = None
+        self._drawn = b""
+        """The same, encoded."""
         self._held: dict[int, Held] = {}
         self._layout = NOWHERE
         self._changed = threading.Condition()
@@ -108,7 +111,7 @@ class Shelf:
             number = self._layout.number
             for said, body in held.all_said():
                 answer = line.call(Copy(number, self._number, since, fragment, said), *body).result()
-                if answer.moved:
+                if moved(answer):
                     raise _NotPrimary
             with self._changed:
                 self._filled.add((fragment, server, since))
@@ -116,11 +119,11 @@ class Shelf:
     def _line(self, server: int) -> Line:
         with self._changed:
             if server not in self._lines:
-                assert self._dial is not None and self._outline is not None
+                assert self._dial is not None
                 if server not in self._layout.addresses:
                     raise ConnectionError(f"server {server} is gone")
                 self._lines[server] = self._dial(self._layout.addresses[server])
-                self._lines[server].call(self._outline)
+                self._lines[server].call(Outline(), memoryview(self._drawn))
             return self._lines[server]
 
     def _backups(self, fragment: int) -> list[tuple[int, int]]:
@@ -149,7 +152,7 @@ class Shelf:
                 try:
                     copy = Copy(layout.number, self._number, since, fragment, said)
                     answer = self._line(server).call(copy, *body).result()
-                    if answer.moved:
+                    if moved(answer):
                         raise ConnectionError(f"server {server} knows a newer layout")
                     told.add((server, since))
                 except OSError:
@@ -167,7 +170,9 @@ class Shelf:
         try:
             match message:
                 case Outline():
-                    self._outline = self._outline or message
+                    if self._drawing is None:
+                        self._drawn = bytes(body)
+                        self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
                     return Done(), ()
                 case Copy():
                     return self._copy(message, body)
@@ -186,7 +191,7 @@ class Shelf:
                 return Moved(), ()
         held = self._made(message.fragment)
         with held.changed:
-            if not held.knows(message.said):
+            if not held.knows(message.said, body):
                 held.do(message.said, body)
         return Done(), ()
 
@@ -221,7 +226,7 @@ class Shelf:
     def _hear(self, fragment: int, said: Said, body: memoryview) -> None:
         held = self._mine(fragment)
         with held.changed:
-            if not held.knows(said):
+            if not held.knows(said, body):
                 self._tell(fragment, said, [body])
                 held.do(said, body)
 
@@ -260,13 +265,13 @@ class Shelf:
 
     def _made(self, fragment: int) -> Held:
         with self._changed:
-            if self._outline is None or not 0 <= fragment < len(self._outline.fragments):
+            if self._drawing is None or not 0 <= fragment < len(self._drawing.fragments):
                 raise ValueError(f"there is no fragment {fragment}")
             if fragment not in self._held:
-                found = self._outline.fragments[fragment]
-                dtype = DTYPES[self._outline.flats[found.flat]]
+                found = self._drawing.fragments[fragment]
+                dtype = DTYPES[self._drawing.flats[found.flat]]
                 since = _since(self._layout, fragment, self._number)
-                self._held[fragment] = Held(found, dtype, self._outline.optimizers, since)
+                self._held[fragment] = Held(found, dtype, self._drawing.optimizers, since)
             return self._held[fragment]
 
 

@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica, load_optimizer
+from paceline.servers.calling import Reply
 from paceline.servers.carried import Carried, describe, hyper, refuse_closure
 from paceline.servers.fragments import Fragment, cut
 from paceline.servers.holders import Directory, Holders
-from paceline.servers.lines import Reply
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Outline, Pull, State, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Drawing, Lay, Pull, State, Update, Value
 from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
 from paceline.servers.peers import ServedPeers, Sums, stretch
@@ -76,7 +77,7 @@ class ParameterServers(AllReduce):
         self._carried: list[Carried] = [describe(optimizer, params) for optimizer in self._replica.optimizers]
         dtypes = [str(dtype) for dtype, _ in layout.flats]
         sizes = [fragment.nbytes(layout) for fragment in fragments]
-        self._holders.place(Outline(list(fragments), dtypes, self._carried), sizes)
+        self._holders.place(Drawing(list(fragments), dtypes, self._carried), sizes)
 
     def _served_by(self, peers: Peers) -> ServedPeers:
         def check(seconds: float) -> None:
@@ -202,7 +203,8 @@ class ParameterServers(AllReduce):
         touched = [index for index in mine if not self._is_as_pulled(index)]
         self._count += 1
         step, divisors = self._served.at[0], self._sums.divisors
-        self._apply = Apply(self._count, number, step, hyper(optimizer, carried), sources, divisors, touched)
+        update = Update(number, step, hyper(optimizer, carried), sources, divisors, touched)
+        self._update = memoryview(msgspec.msgpack.encode(update))
         self._changes = self._what_comes(sources, grads, touched)
         self._grads = grads
         for index in mine:
@@ -253,7 +255,7 @@ class ParameterServers(AllReduce):
         """Tell of the step. Each change of the script's comes from one worker; from all, where one may be gone."""
         holders, rank, size = self._holders, self._served.rank, self._served.size
         self._sent_everything = everything
-        calls = [holders.out(k, self._apply) for k, _ in holders.each()]
+        calls = [holders.out(k, Apply(self._count), self._update) for k, _ in holders.each()]
         for (number, weights), body in self._changes.items():
             if everything or number % size == rank:
                 calls.append(holders.out(number, Value(self._count, number, weights), body))
