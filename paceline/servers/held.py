@@ -132,17 +132,16 @@ class Held:
         self.changed.notify_all()
 
     def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
-        """What makes another copy the same as this one."""
-        number = -1  # the copier knows which fragment this is
+        """What makes another copy the same as this one; without its number, which it does not know."""
         states = [] if self._fragment.buffers else [memoryview(self.states().packed())]
-        yield Lay(number, self.version), [as_bytes(self.value), *states]
+        yield Lay([], self.version), [as_bytes(self.value), *states]
         for (step, call), point in self.points.items():
             if point.total is not None:
-                yield Summed(step, call, point.leaves, number), [as_bytes(point.total)]
+                yield Summed(step, call, point.leaves, []), [as_bytes(point.total)]
         for (count, weights), value in self._values.items():
-            yield Value(count, number, weights), [as_bytes(value)]
+            yield Value(count, weights, []), [as_bytes(value)]
         for count, update in self._due.items():
-            yield Apply(count), [memoryview(update)]
+            yield Apply(count, []), [memoryview(update)]
 
     def _lay(self, version: int, body: memoryview) -> None:
         self.value.copy_(self.read(body[: self.value.nbytes]))

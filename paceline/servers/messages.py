@@ -1,7 +1,8 @@
 """What workers say to a server, servers to each other, and what is answered.
 
-A call has a body where `+ bytes` stands. All of them can be said twice: a server that has done what is said
-does nothing. Workers say by which layout they think that the server is the fragment's primary.
+A call has a body where `+ bytes` stands: of all its fragments, one behind the other. All calls can be said twice: a
+server that has done what is said does nothing. Workers say by which layout they think that the server is the
+fragments' primary.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ class Outline(msgspec.Struct, tag=True):
 
 
 class Lay(msgspec.Struct, tag=True):
-    """Hold this fragment + its values, then the state of its optimizers as a snapshot."""
+    """Hold this one fragment + its values, then the state of its optimizers as a snapshot."""
 
-    fragment: int
+    fragments: list[int]
     version: int
 
 
 class Part(msgspec.Struct, tag=True):
-    """The sum over a subtree of the shares at a reduce point + its stretch of the fragment."""
+    """The sum over a subtree of the shares at a reduce point + bytes."""
 
     step: int
     call: int
     leaves: int
     a: int
     b: int
-    fragment: int
+    fragments: list[int]
 
 
 class Sealed(msgspec.Struct, tag=True):
@@ -58,7 +59,7 @@ class Total(msgspec.Struct, tag=True):
     step: int
     call: int
     divisor: float
-    fragment: int
+    fragments: list[int]
 
 
 ABSENT, BY_VALUE = -1, -2
@@ -80,24 +81,25 @@ class Update(msgspec.Struct):
 
 
 class Apply(msgspec.Struct, tag=True):
-    """The `count`-th optimizer step of the run + an encoded `Update`."""
+    """The `count`-th optimizer step of the run + an encoded `Update`, for all fragments at once."""
 
     count: int
+    fragments: list[int]
 
 
 class Value(msgspec.Struct, tag=True):
-    """A fragment's gradients, or weights, as the script has made them + bytes."""
+    """Gradients, or weights, as the script has made them + bytes."""
 
     count: int
-    fragment: int
     weights: bool
+    fragments: list[int]
 
 
 class Pull(msgspec.Struct, tag=True):
-    """The fragment's values after so many optimizer steps, once they are done; answered by `Done` + bytes."""
+    """Values after so many optimizer steps, once they are done; answered by `Done` + bytes."""
 
-    fragment: int
     version: int
+    fragments: list[int]
 
 
 class Summed(msgspec.Struct, tag=True):
@@ -106,7 +108,7 @@ class Summed(msgspec.Struct, tag=True):
     step: int
     call: int
     leaves: int
-    fragment: int
+    fragments: list[int]
 
 
 class Copy(msgspec.Struct, tag=True):
@@ -114,9 +116,8 @@ class Copy(msgspec.Struct, tag=True):
 
     layout: int
     primary: int
-    since: int
-    """By which layout the backup came to hold the fragment."""
-    fragment: int
+    since: list[int]
+    """By which layouts the backup came to hold the fragments."""
     said: Lay | Summed | Apply | Value
 
 

@@ -107,9 +107,7 @@ class ParameterServers(AllReduce):
                 pieces = [self._pieces_of(carried, fragment) for carried in self._carried]
                 found = [cut_state(*each) for each in zip(states, self._carried, pieces, strict=True)]
                 state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
-                calls.append(
-                    self._holders.out(number, Lay(number, self._count), stretch(self._values, fragment), *state)
-                )
+                calls.append(self._holders.out([number], Lay([number], self._count), self._held(number), *state))
             self._holders.wait(calls)
 
         self._holders.through(attempt)
@@ -117,7 +115,9 @@ class ParameterServers(AllReduce):
     def begin(self) -> None:
         """The servers have everything; workers keep no state of an optimizer. What the servers hold need not be what a
         newcomer was given: the script may have changed its weights since the last optimizer step."""
-        self._holders.through(lambda: self._holders.wait(self._pull(range(len(self._fragments)))))
+        everything = range(len(self._fragments))
+        self._holders.through(lambda: self._holders.wait(self._pull(everything)))
+        self._holders.end_fetch()
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
 
@@ -154,7 +154,7 @@ class ParameterServers(AllReduce):
 
     def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
         holders = self._holders
-        (reply,) = holders.through(lambda: holders.wait([holders.back(fragment, State(fragment))]))
+        (reply,) = holders.through(lambda: holders.wait([holders.back([fragment], State(fragment))]))
         states: list[list[dict[str, Any]]] = Snapshot.read(reply.body).tree
         return states
 
@@ -255,10 +255,12 @@ class ParameterServers(AllReduce):
         """Tell of the step. Each change of the script's comes from one worker; from all, where one may be gone."""
         holders, rank, size = self._holders, self._served.rank, self._served.size
         self._sent_everything = everything
-        calls = [holders.out(k, Apply(self._count), self._update) for k, _ in holders.each()]
-        for (number, weights), body in self._changes.items():
-            if everything or number % size == rank:
-                calls.append(holders.out(number, Value(self._count, number, weights), body))
+        calls = [holders.out(mine, Apply(self._count, mine), self._update) for mine in holders.of_each()]
+        for weights in (False, True):
+            due = [k for k, of_weights in self._changes if of_weights == weights and (everything or k % size == rank)]
+            for batch in holders.batches(due):
+                body = [self._changes[k, weights] for k in batch]
+                calls.append(holders.out(batch, Value(self._count, weights, batch), *body))
         return calls
 
     def _after_step(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -273,17 +275,19 @@ class ParameterServers(AllReduce):
             self._holders.wait([*self._send(everything=again), *self._pull(mine)], self._while_pulling)
 
         self._holders.through(attempt)
+        self._holders.end_fetch()
         with torch.no_grad():
             mine = list(self._grads)
             torch._foreach_copy_([params[k].data for k in mine], [self._value_of[k] for k in mine])
         self._grads = {}
 
     def _pull(self, fragments: Iterable[int]) -> list[Future[Reply]]:
-        """Take over what the servers hold. Forward wants the first parameters first, and these lie last."""
-        return [
-            self._holders.back(k, Pull(k, self._count), stretch(self._values, self._fragments[k]))
-            for k in sorted(fragments, reverse=True)
-        ]
+        """Take over what the servers hold."""
+        return self._holders.begin_fetch(fragments, lambda batch: Pull(self._count, batch), self._held)
+
+    def _held(self, number: int) -> memoryview:
+        """A fragment's bytes, as of the last pull."""
+        return stretch(self._values, self._fragments[number])
 
     def _while_pulling(self, seconds: float) -> None:
         """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""
