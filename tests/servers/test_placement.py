@@ -182,6 +182,29 @@ def test_a_first_placement_is_even_as_far_as_fragments_allow(
         assert len({server % machines for server in copies.holders}) == min(replicas, count, machines)
 
 
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=120),
+    st.integers(2, 7),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+def test_few_bytes_move_to_a_newcomer_whatever_there_was_before(
+    nbytes: list[int], count: int, replicas: int, deaths: int
+) -> None:
+    servers = on_one_machine(count + deaths)
+    placement = place(nbytes, servers, replicas)
+    for _ in range(deaths):
+        servers = servers[1:]
+        placement, _ = settle(nbytes, servers, replicas, place(nbytes, servers, replicas, placement).restored())
+    servers = [*servers, Server(count + deaths, machine=0)]
+    joined = place(nbytes, servers, replicas, placement)
+    after, sent = settle(nbytes, servers, replicas, joined)
+    assert after.settled
+    gaps = sum(nbytes) * (min(replicas, count + 1) - min(replicas, count))
+    share = sum(nbytes) * min(replicas, count + 1) / (count + 1)
+    assert sum(sent.values()) <= max(1.2 * share - gaps, 0) + 3 * max(nbytes)
+
+
 class Servers(RuleBasedStateMachine):
     """Servers die, join, leave and are filled in any order; what each really holds is kept beside the placement."""
 
