@@ -77,7 +77,8 @@ class Placement:
     """How it differs from the placement before."""
 
     def fill(self, fragment: int, server: int) -> Placement:
-        """The server says that it holds all of the fragment. That it should not any more may have crossed its word."""
+        """The server holds all that the fragment's primary holds. Its word must be of this placement: one that crossed a
+        promotion tells of a copy of what the former primary had. It may also be one that shall not hold it any more."""
         copies = self.copies[fragment]
         if server not in copies.backups or fragment in self.lost:
             return self
@@ -128,10 +129,7 @@ def place(
             goal.sort(key=lambda server: server != copies.primary)
         goals.aim(fragment, goal)
     for fragment, copies in enumerate(survivors.copies):
-        absent = [server for server in before.copies[fragment].goal if server not in goals.machine]
-        leaving = [server for server in absent if server in copies.holders]
-        why = _names(leaving or absent) + (" to leave" if leaving else " gone") if absent else "it has too few copies"
-        goals.mend(fragment, copies.holders, copies.whole, why)
+        goals.mend(fragment, copies.holders, copies.whole, _shortfall(copies, goals))
     return _advance(survivors, goals)
 
 
@@ -211,7 +209,12 @@ def _advance(now: Placement, goals: Goals) -> Placement:
     return Placement(tuple(then), now.lost, tuple(changes))
 
 
-def _names(servers: Sequence[int]) -> str:
-    """The subject of a sentence."""
-    names = " and ".join(str(server) for server in servers)
-    return f"server {names} is" if len(servers) == 1 else f"servers {names} are"
+def _shortfall(copies: Copies, goals: Goals) -> str:
+    """Why a goal of before does not do any more."""
+    absent = [server for server in copies.goal if server not in goals.machine]
+    if not absent:
+        return "it has too few copies"
+    leaving = [server for server in absent if server in copies.holders]
+    names = " and ".join(str(server) for server in leaving or absent)
+    subject = f"server {names} is" if len(leaving or absent) == 1 else f"servers {names} are"
+    return f"{subject} {'to leave' if leaving else 'gone'}"

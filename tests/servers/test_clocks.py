@@ -95,6 +95,12 @@ def test_a_decision_says_why_and_on_whom_it_waits(mode: Mode, clocks: Mapping[in
     assert may_pull(mode, clocks, 0) == want
 
 
+def test_who_was_let_go_ahead_goes_to_the_upper_bound_and_no_further() -> None:
+    assert may_pull(Adaptive(1, 8), {0: 10, 1: 2}, 0, until=11).go
+    assert not may_pull(Adaptive(1, 8), {0: 10, 1: 2}, 0, until=10).go
+    assert not may_pull(Adaptive(1, 8), {0: 11, 1: 2}, 0, until=99).go
+
+
 def test_a_dead_worker_holds_nobody_up_and_a_newcomer_begins_with_the_slowest() -> None:
     clocks = Clocks(Bounded(1))
     for worker in (0, 1, 2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,14 @@ def test_the_only_copy_of_a_leaving_server_moves_by_way_of_a_filled_one() -> Non
 def test_with_nobody_there_nothing_is_placed() -> None:
     with pytest.raises(ValueError, match="no server"):
         place([100], [])
+
+
+def test_a_placement_travels_as_plain_values() -> None:
+    first = place([100] * 5, on_one_machine(3))
+    after = place([100] * 5, on_one_machine(3)[1:], 2, first)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(after), type=Placement)
+    assert again == after
+    assert again.changes == after.changes
 
 
 def test_a_word_about_a_copy_that_is_not_wanted_any_more_changes_nothing() -> None:
