@@ -315,6 +315,7 @@ def test_in_a_flat_loop(tmp_path: Path) -> None:
 
 def test_in_a_flat_loop_on_all(tmp_path: Path) -> None:
     result = launch(tmp_path, FLAT, *ONE_SLOT_EACH, args=("any:18:forward",))
+    assert result.code == 1
     ends_with_the_second(tmp_path, result, 18, -1)
 
 
