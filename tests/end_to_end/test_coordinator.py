@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Going, ended, going, launch, paceline
+from tests.end_to_end.launching import HEAD, Going, ended, finish, going, paceline, undisturbed
 
 SCRIPT = (
     HEAD
@@ -28,14 +28,7 @@ for epoch in run.epochs(100):
             time.sleep(0.001)
 """
 )
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What an undisturbed run learns."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    text = SCRIPT.replace("run.step >= 300", "False")
-    return launch(folder, text, "-n", "1", "--slots", "4", name="clean").weights
+weights = undisturbed(SCRIPT, slots=4)
 
 
 def lead_on(run: Going) -> int:
@@ -44,10 +37,6 @@ def lead_on(run: Going) -> int:
     os.kill(run.leader, signal.SIGKILL)
     run.wait_for(lambda: run.leader == standby, "the standby's lead")
     return standby
-
-
-def finish(run: Going) -> None:
-    (run.folder / "go").touch()
 
 
 def test_three_leaders_in_a_row_and_a_worker_afterwards(tmp_path: Path, seed: int, weights: str) -> None:
