@@ -28,7 +28,7 @@ from paceline.cluster.node import Node, Replaced
 from paceline.cluster.office import Office
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.seeking import Seeker, first_journal
-from paceline.cluster.standby import Lead, stand_by
+from paceline.cluster.standby import Lead, Orphaned, stand_by
 from paceline.cluster.store import FencedError, LocalStore, Store, StoreGone, open_store
 from paceline.watch.folder import RunFolder
 
@@ -54,7 +54,11 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     if first:
         lead: Lead | None = Lead(local, local.lead(0, os.getpid()), _first_kept(job, place))
     else:
-        lead = stand_by(place, local, job.settings.lease)
+        try:
+            lead = stand_by(place, local, job.settings.lease, job.settings.grace)
+        except Orphaned as error:
+            folder.event("over", str(error), machine=machine)
+            return 1
     if lead is not None:
         node = Node(job, folder, place, lead, lambda: start_agent(folder, machine, first=False), hire)
         try:
