@@ -74,6 +74,19 @@ def test_coordinator_and_worker_together(tmp_path: Path, weights: str) -> None:
     assert "agreed" in recovered["why"] and recovered["term"] == 2
 
 
+def test_the_death_of_a_spare_is_no_recovery(tmp_path: Path, weights: str) -> None:
+    """It carried no slots. It is followed by another one, which then stands for a worker that did."""
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--spares", "1") as run:
+        run.wait_for_step(10)
+        run.kill(2)
+        run.wait_for(run.event("worker started", worker=3), "another spare")
+        run.kill(1)
+        run.wait_for(run.event("joined", worker=3), "the spare")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights and result.summary["recoveries"] == 1
+
+
 def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str) -> None:
     with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--lease", "0.5") as run:
         run.wait_for_step(20)
