@@ -157,6 +157,19 @@ def test_who_was_to_leave_is_killed(first: int) -> None:
     assert any(world.journal.after and left(world) for world in two)
 
 
+@pytest.mark.parametrize("deaths", [0, 1])
+def test_a_machine_leaves_with_main(deaths: int) -> None:
+    """Whoever leads next is told late of everything: deaths and leaves are answered when the others are long on."""
+    slow = {"news": 0.02}
+    worlds = []
+    for seed in range(2 * BATCH):
+        moments = random.Random(seed).sample(range(150), 1 + deaths)
+        faults = [Fault(min(moments), "leave together"), *map(Fault, sorted(moments)[1:])]
+        worlds.append(simulate(Script(steps=8), 4, 0, seed, faults, slow))
+    assert sum(left(world) == [0, 1] for world in worlds) > BATCH // 2
+    assert deaths == 0 or any(world.journal.after and left(world) for world in worlds)
+
+
 # what would happen without each of the rules
 
 

@@ -227,3 +227,13 @@ def test_sigterm_is_a_clean_leave(tmp_path: Path, weights: str) -> None:
         finish(run)
         result = ended(run)
     assert result.weights == weights
+
+
+def test_sigterm_to_the_agent_of_the_only_machine_stops_the_run(tmp_path: Path) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4") as run:
+        run.wait_for_step(10)
+        os.kill(run.leader, signal.SIGTERM)
+        run.wait_for(run.event("stop asked for"), "its answer")
+        finish(run)
+        result = ended(run)
+    assert result.code == 143 and "told to end (SIGTERM)" in result.summary["exit"]

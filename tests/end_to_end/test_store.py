@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -37,6 +38,36 @@ def test_the_agent_that_leads_is_killed(tmp_path: Path, weights: str, etcd: Etcd
         assert led["machine"] == 0
         assert summary_of(run)["weights_sha256"] == weights
     assert one_of_each(run) == [2]
+
+
+def test_the_machine_that_leads_is_told_to_go(tmp_path: Path, weights: str, etcd: Etcd) -> None:
+    """Its workers go at a step's end, main among them; another machine leads then, with all in hand."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        os.kill(run.speakers()[0], signal.SIGTERM)
+        assert run.wait_for_event("stepped down")["machine"] == 0
+        assert run.process.wait(30) == 0
+        assert run.wait_for_event("leading")["machine"] == 1
+        os.kill(max(run.workers_on(1).items())[1], signal.SIGKILL)
+        run.wait_for_event("joined")
+        summary = summary_of(run)
+    assert summary["weights_sha256"] == weights and summary["recoveries"] == 1
+    ends = {e["worker"]: e["exit_code"] for e in run.lines("events.jsonl") if e["event"] == "worker ended"}
+    assert (ends[0], ends[1]) == (0, 0)
+    assert one_of_each(run) == [3], "fence 2 was nobody's"
+
+
+def test_every_machine_is_told_to_go(tmp_path: Path, etcd: Etcd) -> None:
+    """There is nobody to go on: the run stops."""
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        leads, follows = run.speakers()
+        os.kill(follows, signal.SIGTERM)
+        run.wait_for_event("leaving")
+        os.kill(leads, signal.SIGTERM)
+        assert run.process.wait(60) == 143
+        run.agents[0].wait(60)
+    assert "told to end (SIGTERM)" in json.loads((run.folder / "summary.json").read_text())["exit"]
 
 
 def test_both_agents_of_the_first_machine_freeze(tmp_path: Path, weights: str, etcd: Etcd) -> None:
