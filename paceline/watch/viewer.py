@@ -141,8 +141,11 @@ class Viewer:
     def _follow(self, last: bool = False) -> None:
         for line in self._events.read():
             self._take_event(line)
-        if self._board is not None and self._members:
-            self._terminal.progress([self._board.see(number) for number in self._members])
+        if self._board is not None:
+            rows = [self._board.see(number) for number in self._members]
+            known = [row for row in rows if row.step]  # main may be on a machine of which this board has no rows
+            if known:
+                self._terminal.progress(known)
         if self._failure is None:
             self._follow_logs(last)
 

@@ -73,6 +73,11 @@ class Spread(Going):
     def wait_for_event(self, name: str, **fields: Any) -> dict[str, Any]:
         return dict(self._wait(self.event(name, **fields), f"{name} {fields}"))
 
+    def wait_for_board(self, viewer: int) -> None:
+        """Until this process has been lent one: it watches."""
+        fds = Path(f"/proc/{viewer}/fd")
+        self._wait(lambda: any("memfd:" in os.readlink(fd) for fd in fds.iterdir() if fd.is_symlink()), "its board")
+
     def _wait(self, what: Callable[[], Any], words: str) -> Any:
         """The terminal may be gone with its machine: this waits for what should come, alone."""
         deadline = time.monotonic() + PATIENCE_S

@@ -8,8 +8,8 @@ import random
 import signal
 from pathlib import Path
 
-from tests.end_to_end.launching import undisturbed
-from tests.end_to_end.machines import SCRIPT, one_of_each, spread, summary_of
+from tests.end_to_end.launching import COMMAND, finish, paceline, undisturbed
+from tests.end_to_end.machines import SCRIPT, one_of_each, spread, start, summary_of
 from tests.etcd import Etcd
 
 FLAGS = ("--slots", "8", "--lease", "1.5")
@@ -38,6 +38,27 @@ def test_the_agent_that_leads_is_killed(tmp_path: Path, weights: str, etcd: Etcd
         assert led["machine"] == 0
         assert summary_of(run)["weights_sha256"] == weights
     assert one_of_each(run) == [2]
+
+
+def test_a_run_without_its_first_machine_is_scaled_watched_and_stopped(tmp_path: Path, etcd: Etcd) -> None:
+    with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
+        run.wait_for_step(20)
+        run.kill_machine(0)
+        done = paceline("scale", "it", "-n", "1", cwd=tmp_path)  # before anybody leads in its place
+        assert done.returncode == 0, done.stderr
+        run.wait_for_event("leading")
+        run.wait_for_event("worker ended", exit_code=0)
+        viewer = start([*COMMAND, "attach", "it"], tmp_path, None, 0)
+        try:
+            run.wait_for_board(viewer.pid)
+            assert paceline("stop", "it", cwd=tmp_path).returncode == 0
+            finish(run)
+            _, shown = viewer.communicate(timeout=60)
+        finally:
+            viewer.kill()
+        assert run.agents[0].wait(60) == viewer.returncode == 0
+    assert "weights" in shown
+    assert "paceline stop" in json.loads((run.folder / "summary.json").read_text())["exit"]
 
 
 def test_the_machine_that_leads_is_told_to_go(tmp_path: Path, weights: str, etcd: Etcd) -> None:
