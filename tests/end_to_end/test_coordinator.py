@@ -103,6 +103,20 @@ def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str
     assert result.weights == weights
 
 
+def test_ctrl_c_is_said_again_to_the_next_leader(tmp_path: Path) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--lease", "0.5") as run:
+        run.wait_for_step(20)
+        run.wait_for_standby()
+        frozen = run.leader
+        os.kill(frozen, signal.SIGSTOP)
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for(run.event("stop asked for"), "the standby's answer")
+        os.kill(frozen, signal.SIGCONT)
+        run.wait_for(run.event("stepped down", fence=1), "the old leader's end")
+        finish(run)
+        assert ended(run).code == 130
+
+
 def test_the_standby_and_the_nursery_are_replaced(tmp_path: Path, weights: str) -> None:
     faults = (
         "--fault",
