@@ -319,7 +319,7 @@ class Session:
             return OwnServer()
         from paceline.servers.finding import Fleet
 
-        return Fleet(self.ask, bytes.fromhex(self.ticket.secret))
+        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}")
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -80,7 +80,7 @@ class Answering:
             case messages.Layout(after):
                 node.desk.wait(peer, ("layout", after))
             case (
-                messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed() | messages.Serving()
+                messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed() | messages.ServerReady()
                 | messages.Sizes() | messages.Filled()
             ):  # fmt: skip
                 node.master.decide(peer, worker, message)

@@ -62,7 +62,7 @@ class Coordinator:
                 self.journal.facts[key] = value
                 self.save()
                 self.changed()
-            case messages.Serving(address):
+            case messages.ServerReady(address):
                 self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address))
             case messages.Sizes(nbytes):
                 self._relay(lambda fleet: fleet.sized(nbytes))

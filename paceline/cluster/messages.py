@@ -111,7 +111,7 @@ class Failed(msgspec.Struct, tag=True):
 # servers
 
 
-class Serving(msgspec.Struct, tag=True):
+class ServerReady(msgspec.Struct, tag=True):
     """A server listens here, ready to hold fragments."""
 
     address: str
@@ -216,7 +216,7 @@ class Scale(msgspec.Struct, tag=True):
 
 Message = (
     Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
-    | Serving | Sizes | Filled | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
+    | ServerReady | Sizes | Filled | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any
 
 from paceline.cluster.messages import Placed
-from paceline.servers.lines import Reply, Server
-from paceline.servers.messages import Call
+from paceline.servers.calling import Reply
+from paceline.servers.lines import Server
 from paceline.servers.shelf import Shelf
 
 
@@ -16,7 +17,7 @@ class DirectLine:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
 
-    def call(self, message: Call, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
+    def call(self, message: Any, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
         future: Future[Reply] = Future()
         try:
             answer, buffers = self._shelf.handle(message, memoryview(bytearray().join(body)))

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.messages import Layout, Placed, Sizes
-from paceline.servers.lines import Server
-from paceline.servers.plain import PlainLine
+from paceline.servers.lines import Server, line_to
 
 
 class Fleet:
-    """`ask` puts a question to the leader."""
+    """`ask` puts a question to the leader; `name` is how this worker calls itself."""
 
-    def __init__(self, ask: Callable[[Any], tuple[Any, list[int]]], secret: bytes) -> None:
-        self._ask, self._secret = ask, secret
+    def __init__(self, ask: Callable[[Any], tuple[Any, list[int]]], secret: bytes, name: str) -> None:
+        self._ask, self._secret, self._name = ask, secret, name
 
     def size(self, nbytes: list[int]) -> None:
         self._ask(Sizes(nbytes))
@@ -25,4 +24,4 @@ class Fleet:
         return placed
 
     def dial(self, address: str) -> Server:
-        return Server(PlainLine(address, self._secret), PlainLine(address, self._secret))
+        return Server(*(line_to(address, self._secret, self._name) for _ in range(2)))

@@ -17,7 +17,7 @@ from paceline.tensors.layout import Layout
 MOST_BYTES = 4 << 20
 LEAST_BYTES = 1 << 10
 """A fragment costs a message: smaller ones would balance better and travel worse."""
-ENOUGH = 64
+ENOUGH = 24
 """So many fragments can be dealt to a few servers evenly, so small models are cut finer."""
 _STRETCH = 64
 """A parameter is cut at multiples of so many elements."""

@@ -81,10 +81,10 @@ class Goals:
     def spread(self) -> None:
         """Copies that could be on more machines than they are move there."""
         most = min(self._copies, len({*self.machine.values()}))
-        for fragment, goal in enumerate(self.goals):
-            while self._machines(goal) < most:
-                goal = self._without_one((*goal, self._another(goal, (), ())), kept=goal[0])
-                self.aim(fragment, goal, "its copies were on fewer machines than they could be")
+        for fragment in range(len(self.goals)):
+            while self._machines(goal := self.goals[fragment]) < most:
+                wider = self._without_one((*goal, self._another(goal, (), ())), kept=goal[0])
+                self.aim(fragment, wider, "its copies were on fewer machines than they could be")
 
     def level(self) -> None:
         """First who leads, then who holds; the second leaves the first as it is."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 
 from paceline.servers.carried import DTYPES, Carried
 from paceline.servers.fragments import Fragment
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Update, Value
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.servers.pieces import Piece
@@ -64,7 +65,8 @@ class Held:
         self.version = -1
         """Optimizer steps that are in the values; -1: nothing was laid yet."""
         self.points: dict[tuple[int, int], Point] = {}
-        self._due: dict[int, Apply] = {}
+        self._due: dict[int, bytes] = {}
+        """Optimizer steps to come, by their count: encoded."""
         self._values: dict[tuple[int, bool], torch.Tensor] = {}
         self._own: dict[int, torch.Tensor] = {}
         """Of each piece whose parameter has another type than the flat: its values in that."""
@@ -102,7 +104,7 @@ class Held:
             raise ValueError(f"{message.leaves} leaves at a point of {point.leaves}")
         return point
 
-    def knows(self, message: Said) -> bool:
+    def knows(self, message: Said, body: memoryview) -> bool:
         """Whether this has been said before; ValueError if something else has."""
         match message:
             case Lay():
@@ -112,7 +114,7 @@ class Held:
             case Value():
                 return message.count <= self.version or (message.count, message.weights) in self._values
             case Apply():
-                if self._due.get(message.count, message) != message:
+                if self._due.get(message.count, body) != body:
                     raise ValueError(f"workers do not agree on optimizer step {message.count}")
                 return message.count <= self.version or message.count in self._due
 
@@ -125,22 +127,21 @@ class Held:
             case Value():
                 self._values[message.count, message.weights] = self.read(body).clone()
             case Apply():
-                self._due[message.count] = message
+                self._due[message.count] = bytes(body)
         self._go_on()
         self.changed.notify_all()
 
     def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
-        """What makes another copy the same as this one."""
-        number = -1  # the copier knows which fragment this is
+        """What makes another copy the same as this one; without its number, which it does not know."""
         states = [] if self._fragment.buffers else [memoryview(self.states().packed())]
-        yield Lay(number, self.version), [as_bytes(self.value), *states]
+        yield Lay([], self.version), [as_bytes(self.value), *states]
         for (step, call), point in self.points.items():
             if point.total is not None:
-                yield Summed(step, call, point.leaves, number), [as_bytes(point.total)]
+                yield Summed(step, call, point.leaves, []), [as_bytes(point.total)]
         for (count, weights), value in self._values.items():
-            yield Value(count, number, weights), [as_bytes(value)]
-        for message in self._due.values():
-            yield message, []
+            yield Value(count, weights, []), [as_bytes(value)]
+        for count, update in self._due.items():
+            yield Apply(count, []), [memoryview(update)]
 
     def _lay(self, version: int, body: memoryview) -> None:
         self.value.copy_(self.read(body[: self.value.nbytes]))
@@ -173,43 +174,46 @@ class Held:
 
     def _go_on(self) -> None:
         """Do the optimizer steps for which everything is there."""
-        while (message := self._due.get(self.version + 1)) is not None and self._ready(message):
-            del self._due[message.count]
-            self._step(message)
-            self.version = message.count
+        while (raw := self._due.get(self.version + 1)) is not None:
+            count, update = self.version + 1, msgspec.msgpack.decode(raw, type=Update)
+            if not self._ready(count, update):
+                return
+            self._step(count, update)
+            self.version = count
+            del self._due[count]
             for weights in (False, True):
-                self._values.pop((message.count, weights), None)
+                self._values.pop((count, weights), None)
 
-    def _ready(self, message: Apply) -> bool:
+    def _ready(self, count: int, update: Update) -> bool:
         if self._fragment.buffers:
             return True
         params = {piece.param for piece in self._fragment.pieces}
-        sources = {message.sources.get(param, ABSENT) for param in params}
+        sources = {update.sources.get(param, ABSENT) for param in params}
         return (
-            all(self.sealed(message.step, source) for source in sources if source >= 0)
-            and (BY_VALUE not in sources or (message.count, False) in self._values)
-            and (params.isdisjoint(message.touched) or (message.count, True) in self._values)
+            all(self.sealed(update.step, source) for source in sources if source >= 0)
+            and (BY_VALUE not in sources or (count, False) in self._values)
+            and (params.isdisjoint(update.touched) or (count, True) in self._values)
         )
 
-    def _step(self, message: Apply) -> None:
+    def _step(self, count: int, update: Update) -> None:
         if not self._engines:
             return
-        numbers, engine = self._engines[message.optimizer]
-        weights = self._values.get((message.count, True))
+        numbers, engine = self._engines[update.optimizer]
+        weights = self._values.get((count, True))
         if weights is not None:
-            touched = [k for k, piece in enumerate(self._fragment.pieces) if piece.param in message.touched]
+            touched = [k for k, piece in enumerate(self._fragment.pieces) if piece.param in update.touched]
             for k in touched:
                 self._stretch(self.value, k).copy_(self._stretch(weights, k))
             self._to_own(touched)
-        flats = {BY_VALUE: self._values.get((message.count, False))}
+        flats = {BY_VALUE: self._values.get((count, False))}
         gradients: list[torch.Tensor | None] = []
         for k in numbers:
-            source = message.sources.get(self._fragment.pieces[k].param, ABSENT)
+            source = update.sources.get(self._fragment.pieces[k].param, ABSENT)
             if source >= 0 and source not in flats:
-                flats[source] = self.over(message.step, source, message.divisors[source])
+                flats[source] = self.over(update.step, source, update.divisors[source])
             flat = flats.get(source)
             gradients.append(None if flat is None else self._stretch(flat, k))
-        engine.apply(gradients, message.hyper)
+        engine.apply(gradients, update.hyper)
         for k, own in self._own.items():
             self._stretch(self.value, k).copy_(own)
 

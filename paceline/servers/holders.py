@@ -1,12 +1,12 @@
 """The run's servers, as a worker sees them: which one holds what.
 
-When a server is lost, or fragments have moved, whoever is waiting finds
-out by `MovedError`, gets the next layout, and says it all again: servers ignore what they know.
+When a server is lost, or fragments have moved, whoever is waiting finds out by `MovedError`, gets the next layout, and
+says it all again: servers ignore what they know. Fragments of one server travel together, as long as they are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Protocol, TypeVar
@@ -14,12 +14,16 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from paceline.cluster.messages import Placed
-from paceline.servers.lines import Reply, Server
-from paceline.servers.messages import Asked, Outline
+from paceline.servers.calling import Reply
+from paceline.servers.fragments import MOST_BYTES
+from paceline.servers.lines import Server, moved
+from paceline.servers.messages import Asked, Drawing, Outline
 
 _LOOK_S = 0.01
 NOWHERE = Placed(0, [], [], [], {})
 Check = Callable[[float], None]
+Stretch = Callable[[int], memoryview]
+"""A fragment's bytes in this worker's memory."""
 Result = TypeVar("Result")
 
 
@@ -43,8 +47,8 @@ class Holders:
         self._servers: dict[int, Server] = {}
         self._layout = NOWHERE
 
-    def place(self, outline: Outline, nbytes: list[int]) -> None:
-        self._outline = outline
+    def place(self, drawing: Drawing, nbytes: list[int]) -> None:
+        self._drawn, self._nbytes = memoryview(msgspec.msgpack.encode(drawing)), nbytes
         self._directory.size(nbytes)
         self._refresh()
 
@@ -61,35 +65,72 @@ class Holders:
             except MovedError:
                 self._refresh()
 
-    def _server(self, number: int) -> Server:
+    def of_each(self) -> list[list[int]]:
+        """The fragments of each server that is a primary."""
+        of: dict[int, list[int]] = {}
+        for fragment, holders in enumerate(self._layout.holders):
+            of.setdefault(holders[0], []).append(fragment)
+        return list(of.values())
+
+    def batches(self, fragments: Iterable[int]) -> Iterator[list[int]]:
+        """Those that go to one server in one call."""
+        wanted = set(fragments)
+        for mine in self.of_each():
+            batch: list[int] = []
+            size = 0
+            for fragment in mine:
+                if fragment not in wanted:
+                    continue
+                if batch and size + self._nbytes[fragment] > MOST_BYTES:
+                    yield batch
+                    batch, size = [], 0
+                batch.append(fragment)
+                size += self._nbytes[fragment]
+            if batch:
+                yield batch
+
+    # calls
+
+    def out(self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview) -> Future[Reply]:
+        return self._server(batch).out.call(self._asked(message), *body)
+
+    def back(self, batch: Sequence[int], message: msgspec.Struct, into: memoryview | None = None) -> Future[Reply]:
+        return self._server(batch).back.call(self._asked(message), into=into)
+
+    def _server(self, batch: Sequence[int]) -> Server:
+        number = self._layout.holders[batch[0]][0]
         if number not in self._servers:
             try:
                 server = self._directory.dial(self._layout.addresses[number])
             except OSError as error:
                 raise MovedError(str(error)) from None
             self._servers[number] = server
-            server.out.call(self._outline)
-            server.back.call(self._outline)
+            for line in server:
+                line.call(Outline(), self._drawn)
         return self._servers[number]
-
-    # calls
-
-    def out(self, fragment: int, message: msgspec.Struct, *body: memoryview) -> Future[Reply]:
-        return self._server(self._layout.holders[fragment][0]).out.call(self._asked(message), *body)
-
-    def back(self, fragment: int, message: msgspec.Struct, into: memoryview | None = None) -> Future[Reply]:
-        return self._server(self._layout.holders[fragment][0]).back.call(self._asked(message), into=into)
 
     def _asked(self, message: msgspec.Struct) -> Asked:
         return Asked(self._layout.number, message)  # type: ignore[arg-type]
 
-    def each(self) -> Iterator[tuple[int, list[int]]]:
-        """One fragment of each server, and all of which it is the primary."""
-        of: dict[int, list[int]] = {}
-        for fragment, holders in enumerate(self._layout.holders):
-            of.setdefault(holders[0], []).append(fragment)
-        for fragments in of.values():
-            yield fragments[0], fragments
+    def begin_fetch(
+        self, fragments: Iterable[int], ask: Callable[[list[int]], msgspec.Struct], to: Stretch
+    ) -> list[Future[Reply]]:
+        """Fragments that lie alone in their call are read straight to where they belong; the rest is spread by
+        `end_fetch`."""
+        self._fetching = [
+            (batch, self.back(batch, ask(batch), to(batch[0]) if len(batch) == 1 else None))
+            for batch in self.batches(fragments)
+        ]
+        self._to = to
+        return [future for _, future in self._fetching]
+
+    def end_fetch(self) -> None:
+        for batch, future in self._fetching:
+            body, at = future.result().body, 0
+            for fragment in batch if len(batch) > 1 else []:
+                size = self._nbytes[fragment]
+                self._to(fragment)[:] = body[at : at + size]
+                at += size
 
     def wait(self, futures: Iterable[Future[Reply]], check: Check = lambda seconds: None) -> list[Reply]:
         """All answers; `check` is called meanwhile, with the seconds so far, and may raise."""
@@ -101,7 +142,7 @@ class Holders:
             replies = [future.result() for future in pending]
         except OSError as error:
             raise MovedError(str(error)) from None
-        if any(reply.moved for reply in replies):
+        if any(moved(reply) for reply in replies):
             raise MovedError
         return replies
 

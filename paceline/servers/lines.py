@@ -1,4 +1,4 @@
-"""A line to a server: calls go out in order, and are answered in order."""
+"""What servers are called by. `calling.Line` is the real one, `direct.DirectLine` the one without a socket."""
 
 from __future__ import annotations
 
@@ -7,26 +7,15 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from paceline.servers.messages import Call, Done, Moved
-
-
-class Reply(NamedTuple):
-    message: msgspec.Struct
-    body: memoryview
-    """Nothing, if it went into memory that was given."""
-
-    @property
-    def yes(self) -> bool:
-        return isinstance(self.message, Done) and self.message.yes
-
-    @property
-    def moved(self) -> bool:
-        """Not there: a newer layout says where."""
-        return isinstance(self.message, Moved)
+from paceline.servers.calling import Line as RealLine
+from paceline.servers.calling import Reply, dial
+from paceline.servers.messages import ANSWER, Moved
 
 
 class Line(Protocol):
-    def call(self, message: Call, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
+    """Calls go out in order, and are answered in order."""
+
+    def call(self, message: msgspec.Struct, *buffers: memoryview, into: memoryview | None = None) -> Future[Reply]:
         """`into` takes the answer's bytes. An OSError comes out of it if the server is gone, a ValueError if it refuses."""
 
     def close(self) -> None: ...
@@ -42,3 +31,12 @@ class Server(NamedTuple):
     def close(self) -> None:
         self.out.close()
         self.back.close()
+
+
+def line_to(address: str, secret: bytes, name: str) -> Line:
+    return RealLine(dial(address, secret, name), ANSWER)
+
+
+def moved(reply: Reply) -> bool:
+    """What was asked for is not there: a newer layout says where."""
+    return isinstance(reply.message, Moved)

@@ -1,7 +1,8 @@
 """What workers say to a server, servers to each other, and what is answered.
 
-A call has a body where `+ bytes` stands. All of them can be said twice: a server that has done what is said
-does nothing. Workers say by which layout they think that the server is the fragment's primary.
+A call has a body where `+ bytes` stands: of all its fragments, one behind the other. All calls can be said twice: a
+server that has done what is said does nothing. Workers say by which layout they think that the server is the
+fragments' primary.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
 
 
-class Outline(msgspec.Struct, tag=True):
-    """What is trained, before anything else."""
+class Drawing(msgspec.Struct):
+    """What is trained."""
 
     fragments: list[Fragment]
     flats: list[str]
@@ -21,22 +22,26 @@ class Outline(msgspec.Struct, tag=True):
     optimizers: list[Carried]
 
 
-class Lay(msgspec.Struct, tag=True):
-    """Hold this fragment + its values, then the state of its optimizers as a snapshot."""
+class Outline(msgspec.Struct, tag=True):
+    """Before anything else + an encoded `Drawing`."""
 
-    fragment: int
+
+class Lay(msgspec.Struct, tag=True):
+    """Hold this one fragment + its values, then the state of its optimizers as a snapshot."""
+
+    fragments: list[int]
     version: int
 
 
 class Part(msgspec.Struct, tag=True):
-    """The sum over a subtree of the shares at a reduce point + its stretch of the fragment."""
+    """The sum over a subtree of the shares at a reduce point + bytes."""
 
     step: int
     call: int
     leaves: int
     a: int
     b: int
-    fragment: int
+    fragments: list[int]
 
 
 class Sealed(msgspec.Struct, tag=True):
@@ -54,16 +59,15 @@ class Total(msgspec.Struct, tag=True):
     step: int
     call: int
     divisor: float
-    fragment: int
+    fragments: list[int]
 
 
 ABSENT, BY_VALUE = -1, -2
 
 
-class Apply(msgspec.Struct, tag=True):
-    """The `count`-th optimizer step of the run: the same from every worker."""
+class Update(msgspec.Struct):
+    """One optimizer step: the same from every worker."""
 
-    count: int
     optimizer: int
     step: int
     hyper: list[Values]
@@ -76,19 +80,26 @@ class Apply(msgspec.Struct, tag=True):
     """Parameters that the script has changed by itself: their values come."""
 
 
-class Value(msgspec.Struct, tag=True):
-    """A fragment's gradients, or weights, as the script has made them + bytes."""
+class Apply(msgspec.Struct, tag=True):
+    """The `count`-th optimizer step of the run + an encoded `Update`, for all fragments at once."""
 
     count: int
-    fragment: int
+    fragments: list[int]
+
+
+class Value(msgspec.Struct, tag=True):
+    """Gradients, or weights, as the script has made them + bytes."""
+
+    count: int
     weights: bool
+    fragments: list[int]
 
 
 class Pull(msgspec.Struct, tag=True):
-    """The fragment's values after so many optimizer steps, once they are done; answered by `Done` + bytes."""
+    """Values after so many optimizer steps, once they are done; answered by `Done` + bytes."""
 
-    fragment: int
     version: int
+    fragments: list[int]
 
 
 class Summed(msgspec.Struct, tag=True):
@@ -97,7 +108,7 @@ class Summed(msgspec.Struct, tag=True):
     step: int
     call: int
     leaves: int
-    fragment: int
+    fragments: list[int]
 
 
 class Copy(msgspec.Struct, tag=True):
@@ -105,9 +116,8 @@ class Copy(msgspec.Struct, tag=True):
 
     layout: int
     primary: int
-    since: int
-    """By which layout the backup came to hold the fragment."""
-    fragment: int
+    since: list[int]
+    """By which layouts the backup came to hold the fragments."""
     said: Lay | Summed | Apply | Value
 
 
@@ -119,10 +129,6 @@ class State(msgspec.Struct, tag=True):
 
 class Done(msgspec.Struct, tag=True):
     yes: bool = True
-
-
-class Refusal(msgspec.Struct, tag=True):
-    why: str
 
 
 class Moved(msgspec.Struct, tag=True):
@@ -137,3 +143,4 @@ class Asked(msgspec.Struct, tag=True):
 
 
 Call = Asked | Copy | Outline
+ANSWER = Done | Moved

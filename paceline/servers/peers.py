@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.servers.fragments import Fragment
 from paceline.servers.held import as_bytes
 from paceline.servers.holders import Holders
-from paceline.servers.messages import Part, Sealed, Total
+from paceline.servers.messages import Done, Part, Sealed, Total
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
 from paceline.tensors.tree import Plan
@@ -81,26 +81,26 @@ class ServedPeers:
 
     def _push(self) -> None:
         step, call = self.at
-        calls = []
+        calls, fragments = [], self._fragments()
         for (a, b), flats in zip(self._plan.parts(self.rank), self.parts(), strict=True):
-            for number, fragment in enumerate(self._fragments()):
-                message = Part(step, call, self._plan.leaves, a, b, number)
-                calls.append(self._holders.out(number, message, stretch(flats, fragment)))
+            for batch in self._holders.batches(range(len(fragments))):
+                message = Part(step, call, self._plan.leaves, a, b, batch)
+                calls.append(self._holders.out(batch, message, *(stretch(flats, fragments[k]) for k in batch)))
         self._holders.wait(calls)
 
     def _await_sums(self) -> None:
         step, call = self.at
         try:
             self._holders.wait(
-                (self._holders.back(k, Sealed(step, call, mine, wait=True)) for k, mine in self._holders.each()),
+                (self._holders.back(mine, Sealed(step, call, mine, wait=True)) for mine in self._holders.of_each()),
                 self._check,
             )
         except TermEnded:
             # Whoever is gone may have seen them complete before: then others may have gone on, and so must this one.
             answers = self._holders.wait(
-                self._holders.out(k, Sealed(step, call, mine, wait=False)) for k, mine in self._holders.each()
+                self._holders.out(mine, Sealed(step, call, mine, wait=False)) for mine in self._holders.of_each()
             )
-            if not all(answer.yes for answer in answers):
+            if not all(answer.message == Done(True) for answer in answers):
                 raise
 
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:
@@ -111,13 +111,18 @@ class ServedPeers:
 
     def fetch(self, call: int, buffers: bool = False) -> None:
         flats, divisor, holders = self._sums.totals.of(call), self._sums.divisors[call], self._holders
+        fragments = self._fragments()
+        wanted = [number for number, fragment in enumerate(fragments) if fragment.buffers == buffers]
 
         def attempt() -> None:
             holders.wait(
-                holders.back(number, Total(self.at[0], call, divisor, number), stretch(flats, fragment))
-                for number, fragment in enumerate(self._fragments())
-                if fragment.buffers == buffers
+                holders.begin_fetch(
+                    wanted,
+                    lambda batch: Total(self.at[0], call, divisor, batch),
+                    lambda number: stretch(flats, fragments[number]),
+                )
             )
+            holders.end_fetch()
 
         holders.through(attempt)
 

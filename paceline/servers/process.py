@@ -10,9 +10,11 @@ from functools import partial
 from paceline.cluster import wire
 from paceline.cluster.board import Board, Phase
 from paceline.cluster.link import LeaderLink
-from paceline.cluster.messages import Filled, Hello, Layout, Placed, Serving, Welcome
+from paceline.cluster.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
 from paceline.launch.environment import ticket
-from paceline.servers.plain import PlainLine, serve
+from paceline.servers.lines import line_to
+from paceline.servers.messages import Call
+from paceline.servers.serving import Serving
 from paceline.servers.shelf import Shelf
 from paceline.settings import merge
 
@@ -37,9 +39,9 @@ def main() -> None:
     board = Board(fds[0], welcome.rows)
     board.row(handed.worker).enter(Phase.SCRIPT)
     address = f"{handed.address}-server-{handed.server}"
-    listening = wire.listen(address)
-    shelf = Shelf(handed.server, lambda there: PlainLine(there, secret), partial(_tell_filled, new_link()))
-    threading.Thread(target=serve, args=(listening, secret, shelf), daemon=True).start()
+    name = f"server {handed.server}"
+    shelf = Shelf(handed.server, lambda there: line_to(there, secret, name), partial(_tell_filled, new_link()))
+    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: shelf.handle(message, body))
     threading.Thread(target=_keep_filling, args=(shelf,), daemon=True).start()
     threading.Thread(target=_follow_layouts, args=(shelf, link, address), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def _follow_layouts(shelf: Shelf, link: LeaderLink, address: str) -> None:
-    link.ask(Serving(address))
+    link.ask(ServerReady(address))
     number = 0
     while True:
         layout, _ = link.ask(Layout(number))

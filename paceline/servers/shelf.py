@@ -11,21 +11,25 @@ another one is still being sent. Who holds what is under one lock of its own, wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import msgspec
+import torch
+from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.holders import NOWHERE
-from paceline.servers.lines import Line
+from paceline.servers.lines import Line, moved
 from paceline.servers.messages import (
     Apply,
     Asked,
     Call,
     Copy,
     Done,
+    Drawing,
     Lay,
     Moved,
     Outline,
@@ -57,7 +61,9 @@ class Shelf:
         told: Callable[[int, dict[int, int]], None] | None = None,
     ) -> None:
         self._number, self._dial, self._told = number, dial, told
-        self._outline: Outline | None = None
+        self._drawing: Drawing | None = None
+        self._drawn = b""
+        """The same, encoded."""
         self._held: dict[int, Held] = {}
         self._layout = NOWHERE
         self._changed = threading.Condition()
@@ -100,15 +106,13 @@ class Shelf:
         return layout.number
 
     def _fill_one(self, fragment: int, server: int, since: int) -> None:
-        held = self._mine(fragment)
-        with held.changed:
+        with self._locked([fragment]) as (held,):
             if (fragment, server, since) in self._filled:
                 return
-            line = self._line(server)
-            number = self._layout.number
+            line, number = self._line(server), self._layout.number
             for said, body in held.all_said():
-                answer = line.call(Copy(number, self._number, since, fragment, said), *body).result()
-                if answer.moved:
+                copy = Copy(number, self._number, [since], replace(said, fragments=[fragment]))
+                if moved(line.call(copy, *body).result()):
                     raise _NotPrimary
             with self._changed:
                 self._filled.add((fragment, server, since))
@@ -116,11 +120,11 @@ class Shelf:
     def _line(self, server: int) -> Line:
         with self._changed:
             if server not in self._lines:
-                assert self._dial is not None and self._outline is not None
+                assert self._dial is not None
                 if server not in self._layout.addresses:
                     raise ConnectionError(f"server {server} is gone")
                 self._lines[server] = self._dial(self._layout.addresses[server])
-                self._lines[server].call(self._outline)
+                self._lines[server].call(Outline(), memoryview(self._drawn))
             return self._lines[server]
 
     def _backups(self, fragment: int) -> list[tuple[int, int]]:
@@ -137,23 +141,33 @@ class Shelf:
                 if server in filled or (fragment, server, since) in self._filled
             ]
 
-    def _tell(self, fragment: int, said: Said, body: Sequence[memoryview]) -> None:
-        """All backups know of it when this returns."""
-        told: set[tuple[int, int]] = set()
+    def _tell(self, said: Said, bodies: Mapping[int, memoryview]) -> None:
+        """All backups know of what is said about these fragments when this returns."""
+        told: set[tuple[int, int, int]] = set()
         while True:
             layout = self._layout
-            rest = [backup for backup in self._backups(fragment) if backup not in told]
+            rest = {(k, *backup) for k in bodies for backup in self._backups(k)} - told
             if not rest:
                 return
-            for server, since in rest:
-                try:
-                    copy = Copy(layout.number, self._number, since, fragment, said)
-                    answer = self._line(server).call(copy, *body).result()
-                    if answer.moved:
-                        raise ConnectionError(f"server {server} knows a newer layout")
-                    told.add((server, since))
-                except OSError:
-                    self._await_layout_after(layout.number, server)
+            lost = [
+                server for server in {server for _, server, _ in rest} if not self._tell_one(server, said, bodies, rest)
+            ]
+            told |= {each for each in rest if each[1] not in lost}
+            for server in lost:
+                self._await_layout_after(layout.number, server)
+
+    def _tell_one(
+        self, server: int, said: Said, bodies: Mapping[int, memoryview], rest: Collection[tuple[int, int, int]]
+    ) -> bool:
+        mine = sorted((k, since) for k, to, since in rest if to == server)
+        numbers = [k for k, _ in mine]
+        copy = Copy(self._layout.number, self._number, [since for _, since in mine], replace(said, fragments=numbers))
+        # What is said of all fragments together has one body.
+        body = [bodies[numbers[0]]] if isinstance(said, Apply) else [bodies[k] for k in numbers]
+        try:
+            return not moved(self._line(server).call(copy, *body).result())
+        except OSError:
+            return False
 
     def _await_layout_after(self, number: int, unreachable: int) -> None:
         with self._changed:
@@ -167,7 +181,9 @@ class Shelf:
         try:
             match message:
                 case Outline():
-                    self._outline = self._outline or message
+                    if self._drawing is None:
+                        self._drawn = bytes(body)
+                        self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
                     return Done(), ()
                 case Copy():
                     return self._copy(message, body)
@@ -179,69 +195,100 @@ class Shelf:
             return Moved(), ()
 
     def _copy(self, message: Copy, body: memoryview) -> Answer:
+        fragments = message.said.fragments
         with self._changed:
             self._changed.wait_for(lambda: self._layout.number >= message.layout)
-            since = _since(self._layout, message.fragment, self._number)
-            if self._layout.holders[message.fragment][0] != message.primary or since != message.since:
-                return Moved(), ()
-        held = self._made(message.fragment)
-        with held.changed:
-            if not held.knows(message.said):
-                held.do(message.said, body)
+            for fragment, since in zip(fragments, message.since, strict=True):
+                known = _since(self._layout, fragment, self._number)
+                if self._layout.holders[fragment][0] != message.primary or since != known:
+                    return Moved(), ()
+        bodies = self._cut(message.said, body)
+        for fragment in fragments:
+            held = self._made(fragment)
+            with held.changed:
+                if not held.knows(message.said, bodies[fragment]):
+                    held.do(message.said, bodies[fragment])
         return Done(), ()
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answer:
         match call:
-            case Lay(fragment) | Value(_, fragment):
-                self._hear(fragment, call, body)
-            case Apply():
-                for fragment in list(self._held):
-                    if self._layout.holders[fragment][0] == self._number:
-                        self._hear(fragment, call, body)
+            case Lay() | Value() | Apply():
+                self._hear(call, body)
             case Part():
                 self._part(call, body)
             case Sealed():
                 return Done(all(self._is_sealed(fragment, call) for fragment in call.fragments)), ()
-            case Total(step, point, divisor, fragment):
-                held = self._mine(fragment)
-                with held.changed:
-                    return Done(), (as_bytes(held.over(step, point, divisor)),)
-            case Pull(fragment, version):
-                held = self._mine(fragment)
-                with held.changed:
-                    self._await(fragment, held, lambda: held.version >= version)
-                    # Nobody changes it before this worker has brought its part of the next step.
-                    return Done(), (as_bytes(held.value),)
+            case Total(step, point, divisor, fragments):
+                with self._locked(fragments) as helds:
+                    return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
+            case Pull(version, fragments):
+                return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
             case State(fragment):
-                held = self._mine(fragment)
-                with held.changed:
+                with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
         return Done(), ()
 
-    def _hear(self, fragment: int, said: Said, body: memoryview) -> None:
-        held = self._mine(fragment)
-        with held.changed:
-            if not held.knows(said):
-                self._tell(fragment, said, [body])
-                held.do(said, body)
+    def _hear(self, said: Said, body: memoryview) -> None:
+        bodies = self._cut(said, body)
+        with self._locked(said.fragments) as helds:
+            fresh = {
+                k: (held, bodies[k])
+                for k, held in zip(said.fragments, helds, strict=True)
+                if not held.knows(said, bodies[k])
+            }
+            self._tell(said, {k: mine for k, (_, mine) in fresh.items()})
+            for held, mine in fresh.values():
+                held.do(said, mine)
 
     def _part(self, part: Part, body: memoryview) -> None:
-        held = self._mine(part.fragment)
-        with held.changed:
-            point = held.point(part)
-            if point.total is None:
-                total = point.add((part.a, part.b), held.read(body))
+        bodies = self._cut(part, body)
+        with self._locked(part.fragments) as helds:
+            complete: dict[int, tuple[Held, memoryview]] = {}
+            for k, held in zip(part.fragments, helds, strict=True):
+                point = held.point(part)
+                total = None if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
                 if total is not None:
-                    summed = Summed(part.step, part.call, part.leaves, part.fragment)
-                    self._tell(part.fragment, summed, [as_bytes(total)])
-                    held.do(summed, as_bytes(total))
+                    complete[k] = held, as_bytes(total)
+            summed = Summed(part.step, part.call, part.leaves, list(complete))
+            self._tell(summed, {k: sums for k, (_, sums) in complete.items()})
+            for held, sums in complete.values():
+                held.do(summed, sums)
 
     def _is_sealed(self, fragment: int, asked: Sealed) -> bool:
-        held = self._mine(fragment)
-        with held.changed:
+        with self._locked([fragment]) as (held,):
             if asked.wait:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
             return held.sealed(asked.step, asked.call)
+
+    def _pulled(self, fragment: int, version: int) -> torch.Tensor:
+        """Nobody changes it before this worker has brought its part of the next step."""
+        with self._locked([fragment]) as (held,):
+            self._await(fragment, held, lambda: held.version >= version)
+            return held.value
+
+    @contextmanager
+    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Held]]:
+        """Fragments of which this server is the primary. Always in one order: two callers never wait for each other."""
+        for fragment in fragments:
+            self._backups(fragment)
+        helds = {fragment: self._made(fragment) for fragment in fragments}
+        with ExitStack() as stack:
+            for fragment in sorted(helds):
+                stack.enter_context(helds[fragment].changed)
+            yield [helds[fragment] for fragment in fragments]
+
+    def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
+        """Each fragment's bytes."""
+        if isinstance(message, (Lay, Apply)):
+            return dict.fromkeys(message.fragments, body)
+        bodies, at = {}, 0
+        for fragment in message.fragments:
+            size = self._made(fragment).value.nbytes
+            bodies[fragment] = body[at : at + size]
+            at += size
+        if at != len(body):
+            raise ValueError(f"{len(body)} bytes for fragments of {at}")
+        return bodies
 
     def _await(self, fragment: int, held: Held, moment: Callable[[], bool]) -> None:
         """Under the fragment's lock."""
@@ -254,19 +301,15 @@ class Shelf:
         if not moment():
             raise _NotPrimary
 
-    def _mine(self, fragment: int) -> Held:
-        self._backups(fragment)
-        return self._made(fragment)
-
     def _made(self, fragment: int) -> Held:
         with self._changed:
-            if self._outline is None or not 0 <= fragment < len(self._outline.fragments):
+            if self._drawing is None or not 0 <= fragment < len(self._drawing.fragments):
                 raise ValueError(f"there is no fragment {fragment}")
             if fragment not in self._held:
-                found = self._outline.fragments[fragment]
-                dtype = DTYPES[self._outline.flats[found.flat]]
+                found = self._drawing.fragments[fragment]
+                dtype = DTYPES[self._drawing.flats[found.flat]]
                 since = _since(self._layout, fragment, self._number)
-                self._held[fragment] = Held(found, dtype, self._outline.optimizers, since)
+                self._held[fragment] = Held(found, dtype, self._drawing.optimizers, since)
             return self._held[fragment]
 
 

@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica, load_optimizer
+from paceline.servers.calling import Reply
 from paceline.servers.carried import Carried, describe, hyper, refuse_closure
 from paceline.servers.fragments import Fragment, cut
 from paceline.servers.holders import Directory, Holders
-from paceline.servers.lines import Reply
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Outline, Pull, State, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Drawing, Lay, Pull, State, Update, Value
 from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
 from paceline.servers.peers import ServedPeers, Sums, stretch
@@ -76,7 +77,7 @@ class ParameterServers(AllReduce):
         self._carried: list[Carried] = [describe(optimizer, params) for optimizer in self._replica.optimizers]
         dtypes = [str(dtype) for dtype, _ in layout.flats]
         sizes = [fragment.nbytes(layout) for fragment in fragments]
-        self._holders.place(Outline(list(fragments), dtypes, self._carried), sizes)
+        self._holders.place(Drawing(list(fragments), dtypes, self._carried), sizes)
 
     def _served_by(self, peers: Peers) -> ServedPeers:
         def check(seconds: float) -> None:
@@ -106,9 +107,7 @@ class ParameterServers(AllReduce):
                 pieces = [self._pieces_of(carried, fragment) for carried in self._carried]
                 found = [cut_state(*each) for each in zip(states, self._carried, pieces, strict=True)]
                 state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
-                calls.append(
-                    self._holders.out(number, Lay(number, self._count), stretch(self._values, fragment), *state)
-                )
+                calls.append(self._holders.out([number], Lay([number], self._count), self._held(number), *state))
             self._holders.wait(calls)
 
         self._holders.through(attempt)
@@ -116,7 +115,9 @@ class ParameterServers(AllReduce):
     def begin(self) -> None:
         """The servers have everything; workers keep no state of an optimizer. What the servers hold need not be what a
         newcomer was given: the script may have changed its weights since the last optimizer step."""
-        self._holders.through(lambda: self._holders.wait(self._pull(range(len(self._fragments)))))
+        everything = range(len(self._fragments))
+        self._holders.through(lambda: self._holders.wait(self._pull(everything)))
+        self._holders.end_fetch()
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
 
@@ -153,7 +154,7 @@ class ParameterServers(AllReduce):
 
     def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
         holders = self._holders
-        (reply,) = holders.through(lambda: holders.wait([holders.back(fragment, State(fragment))]))
+        (reply,) = holders.through(lambda: holders.wait([holders.back([fragment], State(fragment))]))
         states: list[list[dict[str, Any]]] = Snapshot.read(reply.body).tree
         return states
 
@@ -202,7 +203,8 @@ class ParameterServers(AllReduce):
         touched = [index for index in mine if not self._is_as_pulled(index)]
         self._count += 1
         step, divisors = self._served.at[0], self._sums.divisors
-        self._apply = Apply(self._count, number, step, hyper(optimizer, carried), sources, divisors, touched)
+        update = Update(number, step, hyper(optimizer, carried), sources, divisors, touched)
+        self._update = memoryview(msgspec.msgpack.encode(update))
         self._changes = self._what_comes(sources, grads, touched)
         self._grads = grads
         for index in mine:
@@ -253,10 +255,12 @@ class ParameterServers(AllReduce):
         """Tell of the step. Each change of the script's comes from one worker; from all, where one may be gone."""
         holders, rank, size = self._holders, self._served.rank, self._served.size
         self._sent_everything = everything
-        calls = [holders.out(k, self._apply) for k, _ in holders.each()]
-        for (number, weights), body in self._changes.items():
-            if everything or number % size == rank:
-                calls.append(holders.out(number, Value(self._count, number, weights), body))
+        calls = [holders.out(mine, Apply(self._count, mine), self._update) for mine in holders.of_each()]
+        for weights in (False, True):
+            due = [k for k, of_weights in self._changes if of_weights == weights and (everything or k % size == rank)]
+            for batch in holders.batches(due):
+                body = [self._changes[k, weights] for k in batch]
+                calls.append(holders.out(batch, Value(self._count, weights, batch), *body))
         return calls
 
     def _after_step(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -271,17 +275,19 @@ class ParameterServers(AllReduce):
             self._holders.wait([*self._send(everything=again), *self._pull(mine)], self._while_pulling)
 
         self._holders.through(attempt)
+        self._holders.end_fetch()
         with torch.no_grad():
             mine = list(self._grads)
             torch._foreach_copy_([params[k].data for k in mine], [self._value_of[k] for k in mine])
         self._grads = {}
 
     def _pull(self, fragments: Iterable[int]) -> list[Future[Reply]]:
-        """Take over what the servers hold. Forward wants the first parameters first, and these lie last."""
-        return [
-            self._holders.back(k, Pull(k, self._count), stretch(self._values, self._fragments[k]))
-            for k in sorted(fragments, reverse=True)
-        ]
+        """Take over what the servers hold."""
+        return self._holders.begin_fetch(fragments, lambda batch: Pull(self._count, batch), self._held)
+
+    def _held(self, number: int) -> memoryview:
+        """A fragment's bytes, as of the last pull."""
+        return stretch(self._values, self._fragments[number])
 
     def _while_pulling(self, seconds: float) -> None:
         """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""
