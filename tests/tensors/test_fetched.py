@@ -68,16 +68,16 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a list in stack": lambda grad: torch.stack([grad, grad]),
     "out": lambda grad: torch.neg(grad, out=torch.empty(2, 3)),
     "copy_ into another": lambda grad: torch.empty(2, 3).copy_(grad),
-    "deepcopy": lambda grad: copy.deepcopy(grad),
+    "deepcopy": copy.deepcopy,
     "torch.save": saved,
-    "pickle": lambda grad: pickle.loads(pickle.dumps(grad)),  # noqa: S301
-    "repr": lambda grad: repr(grad),
+    "pickle": lambda grad: pickle.loads(pickle.dumps(grad)),
+    "repr": repr,
     "str": lambda grad: f"{grad}",
     "numpy": lambda grad: grad.numpy().tolist(),
     "tolist": lambda grad: grad.tolist(),
     "iteration": lambda grad: [row.tolist() for row in grad],
     "isfinite": lambda grad: torch.isfinite(grad).all(),
-    "a function of nn": lambda grad: nn.functional.relu(grad),
+    "a function of nn": nn.functional.relu,
 }
 
 
