@@ -33,9 +33,10 @@ def checkpoint_of(folder: RunFolder) -> str:
 @click.command("resume")
 @click.argument("run")
 @click.option("-n", "--workers", type=int, help="Processes that train from now on.  [default: as before]")
+@click.option("--servers", type=int, help="Processes that hold parameters from now on.  [default: as before]")
 @click.option("--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print.")
 @runs_option
-def command(run: str, workers: int | None, show: str, runs: Path) -> int:
+def command(run: str, workers: int | None, servers: int | None, show: str, runs: Path) -> int:
     """Go on with RUN from its newest good checkpoint, with the same script, arguments and settings.
 
     \b
@@ -52,6 +53,7 @@ def command(run: str, workers: int | None, show: str, runs: Path) -> int:
         raise UsageError(f"run {folder.id!r} was not started by `paceline run`: there is nothing to start again")
     checkpoint = checkpoint_of(folder)
     folder = RunFolder(folder.path.absolute())
-    flags = job.flags | ({"workers": workers} if workers is not None else {})
+    given = {"workers": workers, "servers": servers}
+    flags = job.flags | {name: value for name, value in given.items() if value is not None}
     os.chdir(job.directory)
     return start(dataclasses.replace(job, flags=flags, faults=[], resume=checkpoint), folder, show)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.servers.goals import Server
-from paceline.servers.placement import Placement, balance, place
+from paceline.servers.placement import Copies, Placement, balance, place
 
 
 class Fleet(msgspec.Struct):
@@ -27,10 +27,12 @@ class Fleet(msgspec.Struct):
     placement: Placement | None = None
     since: list[dict[int, int]] = []
     """For each fragment, the layout by which each of its holders came to hold it."""
+    gone: list[int] = []
+    """Servers that have ended: what they said before may still be on its way."""
 
     def came(self, server: int, address: str) -> None:
         """A server is ready."""
-        if self.addresses.get(server) == address:
+        if server in self.gone or self.addresses.get(server) == address:
             return
         self.addresses[server] = address
         self._go_on()
@@ -43,6 +45,7 @@ class Fleet(msgspec.Struct):
 
     def died(self, server: int) -> bool:
         """A server is gone; whether all that it held is still there."""
+        self.gone.append(server)
         if self.addresses.pop(server, None) is None or self.placement is None:
             return True
         if not self.addresses:
@@ -70,14 +73,21 @@ class Fleet(msgspec.Struct):
             self._become(place(self.nbytes, self._servers, self.replicas))
 
     def _become(self, placement: Placement) -> None:
-        if placement != self.placement:
-            self.placement = placement
-            self.number += 1
-            before = self.since or [{} for _ in self.nbytes]
-            self.since = [
-                {server: known.get(server, self.number) for server in copies.holders}
-                for known, copies in zip(before, placement.copies, strict=True)
-            ]
+        if placement == self.placement:
+            return
+        self.number += 1
+        before = self.placement.copies if self.placement is not None else [None] * len(self.nbytes)
+        since: list[dict[int, int]] = self.since or [{} for _ in self.nbytes]
+        self.since = [self._since(*each) for each in zip(before, placement.copies, since, strict=True)]
+        self.placement = placement
+
+    def _since(self, before: Copies | None, copies: Copies, known: dict[int, int]) -> dict[int, int]:
+        """What one primary has begun to fill is not the next one's doing: that one tells it nothing, and begins anew."""
+        another = before is not None and before.primary != copies.primary
+        return {
+            server: self.number if another and server not in copies.whole else known.get(server, self.number)
+            for server in copies.holders
+        }
 
     @property
     def _servers(self) -> list[Server]:

@@ -107,8 +107,8 @@ class Held:
     def knows(self, message: Said, body: memoryview) -> bool:
         """Whether this has been said before; ValueError if something else has."""
         match message:
-            case Lay():
-                return self.version >= 0
+            case Lay(_, version):
+                return self.version >= max(version, 0)  # newer ones come where filling was broken off and begins again
             case Summed():
                 return self.point(message).total is not None
             case Value():
@@ -116,7 +116,10 @@ class Held:
             case Apply():
                 if self._due.get(message.count, body) != body:
                     raise ValueError(f"workers do not agree on optimizer step {message.count}")
-                return message.count <= self.version or message.count in self._due
+                if message.count <= self.version or message.count in self._due:
+                    return True
+                msgspec.msgpack.decode(body, type=Update)  # nobody is told what cannot be read
+                return False
 
     def do(self, message: Said, body: memoryview) -> None:
         match message:

@@ -6,6 +6,7 @@ script that hands its gradients to the optimizer and never looks never pays for 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,7 +27,11 @@ class Fetch:
     def now(self) -> None:
         if self._bring is not None:
             bring, self._bring = self._bring, None
-            bring()
+            try:
+                bring()
+            except BaseException:
+                self._bring = bring  # nothing has come: the next look is the first
+                raise
 
 
 class Fetched(torch.Tensor):
@@ -39,6 +44,22 @@ class Fetched(torch.Tensor):
         made: Fetched = torch.Tensor._make_subclass(Fetched, memory)
         made.fetch = fetch
         return made
+
+    def _plain(self) -> torch.Tensor:
+        self.fetch.now()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    # What is copied, kept or printed is a plain tensor: it needs nobody who fetches.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._plain())
 
     @classmethod
     def __torch_function__(

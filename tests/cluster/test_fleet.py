@@ -1,0 +1,249 @@
+"""The fleet as a state machine: whatever comes in whatever order, whoever is made primary has the data."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paceline.cluster.fleet import Fleet
+from paceline.cluster.journal import Journal
+
+Word = tuple[int, dict[int, int]]
+
+
+def written_and_read(fleet: Fleet) -> Fleet:
+    journal = Journal.begin(2, 0, 1, 0.0)
+    journal.fleet = fleet
+    return Journal.decode(journal.encode()).fleet
+
+
+class Servers(RuleBasedStateMachine):
+    """The coordinator's events, beside a model of what servers know: how many operations each copy has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.alive: set[int] = set()
+        self.dead: set[int] = set()
+        self.fragments = 0
+        self.done: list[int] = []
+        """Operations that were answered, by fragment."""
+        self.seen: dict[tuple[int, int, int], int] = {}
+        """How many of them a copy knows: (fragment, server, since)."""
+        self.by: dict[int, set[tuple[int, int, int]]] = {}
+        """The copies that each server has filled, as it remembers it."""
+        self.words: list[Word] = []
+        """Said to the coordinator at some time; it may hear them late, and twice."""
+        self.newest = self.last = 0
+        self.over = False
+
+    @initialize(wanted=st.integers(1, 4), replicas=st.integers(1, 3), fragments=st.integers(0, 4))
+    def it_begins(self, wanted: int, replicas: int, fragments: int) -> None:
+        """With a layout at once, mostly."""
+        self.fleet = Fleet(wanted, replicas)
+        if fragments:
+            for _ in range(wanted):
+                self.a_server_is_ready()
+            self.main_tells_the_sizes([10] * fragments)
+
+    def holders(self, fragment: int) -> tuple[int, ...]:
+        assert self.fleet.placement is not None
+        return self.fleet.placement.copies[fragment].holders
+
+    def copy(self, fragment: int, server: int) -> tuple[int, int, int]:
+        return fragment, server, self.fleet.since[fragment][server]
+
+    def told(self, fragment: int) -> list[int]:
+        """Whom the primary tells of an operation before it answers."""
+        assert self.fleet.placement is not None
+        primary, *backups = self.holders(fragment)
+        filled, own = self.fleet.placement.copies[fragment].filled, self.by.get(primary, set())
+        return [server for server in backups if server in filled or self.copy(fragment, server) in own]
+
+    @property
+    def going(self) -> bool:
+        return self.fleet.placement is not None and not self.over
+
+    def follow(self) -> None:
+        """Servers get the layout; those of the first one begin with nothing, and that is all there is."""
+        if self.fleet.number and not self.done:
+            self.done = [0] * self.fragments
+            for fragment in range(self.fragments):
+                self.seen |= {self.copy(fragment, server): 0 for server in self.holders(fragment)}
+
+    # what happens
+
+    @precondition(lambda self: not self.over)
+    @rule()
+    def a_server_is_ready(self) -> None:
+        self.alive.add(self.newest)
+        self.fleet.came(self.newest, f"at {self.newest}")
+        self.newest += 1
+        self.follow()
+
+    @precondition(lambda self: not self.over and self.alive)
+    @rule(data=st.data())
+    def a_server_says_again_that_it_is_ready(self, data: st.DataObject) -> None:
+        """The leader that heard it did not come to say so."""
+        server, before = data.draw(st.sampled_from(sorted(self.alive))), self.fleet.number
+        self.fleet.came(server, f"at {server}")
+        assert self.fleet.number == before
+
+    @precondition(lambda self: self.dead)
+    @rule(data=st.data())
+    def a_dead_server_is_heard_to_be_ready(self, data: st.DataObject) -> None:
+        """It was killed as it said so, and its end was seen first."""
+        server, before = data.draw(st.sampled_from(sorted(self.dead))), self.fleet.number
+        self.fleet.came(server, f"at {server}")
+        assert self.fleet.number == before and server not in self.fleet.addresses
+
+    @precondition(lambda self: not self.over)
+    @rule(nbytes=st.lists(st.integers(1, 100), min_size=1, max_size=6))
+    def main_tells_the_sizes(self, nbytes: list[int]) -> None:
+        self.fragments = self.fragments or len(nbytes)
+        self.fleet.sized(nbytes)
+        self.follow()
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data())
+    def an_operation_is_answered(self, data: st.DataObject) -> None:
+        fragment = data.draw(st.integers(0, self.fragments - 1))
+        told = self.told(fragment)
+        self.done[fragment] += 1
+        for server in (self.holders(fragment)[0], *told):
+            self.seen[self.copy(fragment, server)] = self.done[fragment]
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data())
+    def a_primary_fills_a_backup(self, data: st.DataObject) -> None:
+        fragment = data.draw(st.integers(0, self.fragments - 1))
+        primary, *backups = self.holders(fragment)
+        if not backups:
+            return
+        copy = self.copy(fragment, data.draw(st.sampled_from(backups)))
+        if copy not in self.by.setdefault(primary, set()):
+            self.seen[copy] = self.done[fragment]
+            self.by[primary].add(copy)
+        self.words.append((copy[1], {fragment: copy[2]}))
+
+    @precondition(lambda self: self.going and self.words)
+    @rule(data=st.data())
+    def the_coordinator_hears_of_it(self, data: st.DataObject) -> None:
+        """Whoever said it or whom it was about may be gone, or primary, or a backup anew."""
+        self.fleet.filled(*data.draw(st.sampled_from(self.words)))
+
+    @precondition(lambda self: not self.over and self.alive)
+    @rule(data=st.data())
+    def a_server_dies(self, data: st.DataObject) -> None:
+        server = data.draw(st.sampled_from(sorted(self.alive)))
+        placement = self.fleet.placement
+        left = [copies.whole - {server} for copies in placement.copies] if placement is not None else []
+        self.alive.discard(server)
+        self.dead.add(server)
+        assert self.fleet.died(server) == all(left), "the run goes on exactly if a filled copy of everything is left"
+        self.over = not all(left)
+
+    @rule()
+    def another_leader_takes_over(self) -> None:
+        before = self.fleet
+        self.fleet = written_and_read(before)
+        assert self.fleet == before
+
+    # what holds
+
+    @invariant()
+    def numbers_only_grow(self) -> None:
+        assert self.fleet.number >= self.last
+        self.last = self.fleet.number
+
+    @invariant()
+    def whoever_could_be_primary_has_everything_that_was_answered(self) -> None:
+        if not self.going or self.fleet.placement is None:
+            return
+        for fragment, copies in enumerate(self.fleet.placement.copies):
+            for server in copies.whole:
+                assert self.seen.get(self.copy(fragment, server)) == self.done[fragment], (
+                    f"server {server} lacks something of fragment {fragment}"
+                )
+
+    @invariant()
+    def nothing_is_laid_on_who_is_not_there(self) -> None:
+        assert set(self.fleet.addresses) == self.alive
+        if not self.going or self.fleet.placement is None:
+            return
+        for fragment, copies in enumerate(self.fleet.placement.copies):
+            assert set(copies.holders) <= self.alive
+            assert self.fleet.since[fragment].keys() == set(copies.holders)
+            assert max(self.fleet.since[fragment].values()) <= self.fleet.number
+
+
+Servers.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestFleet = Servers.TestCase
+
+
+def three_servers(replicas: int = 2, fragments: int = 3) -> Fleet:
+    fleet = Fleet(3, replicas)
+    for server in range(3):
+        fleet.came(server, f"at {server}")
+    fleet.sized([100] * fragments)
+    return fleet
+
+
+def test_nothing_is_laid_out_before_all_servers_are_there_and_the_sizes_are_known() -> None:
+    fleet = Fleet(2, 2)
+    fleet.came(0, "a")
+    fleet.sized([10, 10])
+    assert fleet.number == 0 and fleet.placement is None
+    fleet.came(1, "b")
+    assert fleet.number == 1 and fleet.placement is not None
+    assert [copies.whole for copies in fleet.placement.copies] == [{0, 1}, {0, 1}], "all begin with nothing"
+
+
+def test_a_server_that_dies_before_there_is_a_layout_is_waited_for_no_more() -> None:
+    fleet = Fleet(2, 2)
+    fleet.came(0, "a")
+    assert fleet.died(0)
+    fleet.sized([10, 10])
+    fleet.came(1, "b")
+    assert fleet.number == 0
+    fleet.came(2, "c")
+    assert fleet.number == 1 and fleet.placement is not None
+    assert all(set(copies.holders) == {1, 2} for copies in fleet.placement.copies)
+
+
+def test_one_copy_only_and_its_server_dies() -> None:
+    assert not three_servers(replicas=1).died(1)
+
+
+def test_the_last_server_dies() -> None:
+    fleet = Fleet(1, 2)
+    fleet.came(0, "a")
+    fleet.sized([10])
+    assert not fleet.died(0)
+
+
+def test_two_deaths_one_after_the_other_need_a_fill_in_between() -> None:
+    fleet = three_servers()
+    assert fleet.died(0)
+    assert not fleet.died(1), "nobody has filled what server 0 left behind"
+    fleet = three_servers()
+    assert fleet.died(0)
+    for server in (1, 2):
+        fleet.filled(server, {k: since[server] for k, since in enumerate(fleet.since) if server in since})
+    assert fleet.died(1)
+
+
+def test_what_a_primary_filled_before_another_one_took_over_does_not_count() -> None:
+    """The new one has told that backup nothing of what has happened since: it fills it anew."""
+    fleet = three_servers(replicas=3, fragments=1)
+    assert fleet.placement is not None
+    primary, second, third = fleet.placement.copies[0].holders
+    assert fleet.died(third)
+    fleet.came(3, "at 3")
+    word = 3, {0: fleet.since[0][3]}
+    assert fleet.died(primary)
+    fleet.filled(*word)
+    assert fleet.placement.copies[0].primary == second and 3 not in fleet.placement.copies[0].whole
+    fleet.filled(3, {0: fleet.since[0][3]})
+    assert 3 in fleet.placement.copies[0].whole
