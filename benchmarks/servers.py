@@ -150,7 +150,9 @@ def beside(work: Work, turns: int) -> bool:
         with tempfile.TemporaryDirectory() as folder, ours(work, "shared") as play:
             module = ["-m", "benchmarks.servers_sides", name]
             roles = [["worker"], ["server"]] if name == "torch-rpc" else [[]]
-            sides = [Side(f"{name}{'-'.join(['', *role])}", [*module, *role, *sizes, folder], Path(folder)) for role in roles]
+            sides = [
+                Side(f"{name}{'-'.join(['', *role])}", [*module, *role, *sizes, folder], Path(folder)) for role in roles
+            ]
             rival = sides[0]
             rival.name = name
             mine, theirs = [], []
