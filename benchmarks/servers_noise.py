@@ -17,7 +17,7 @@ import torch
 
 from paceline.cluster import wire
 from paceline.servers import kv
-from paceline.servers.calling import Line, dial
+from paceline.servers.calling import Lines, dial
 from paceline.servers.serving import Opening, Refusal, Serving
 from paceline.tensors.channel import PREFIX
 
@@ -97,8 +97,8 @@ def send_noise(messages: int, seed: int, burst: int = 100) -> str:
     dice, came = random.Random(seed), Counter[str]()
     address = f"paceline-noise-{os.getpid()}"
     serving = Serving([wire.listen(address)], _SECRET, kv.Call, kv.Store().handle)
-    line = Line(dial(address, _SECRET, "honest"), kv.Replies)
-    keys = kv.Keys(line)
+    lines = Lines([dial(address, _SECRET, "honest")], kv.Replies)
+    keys = kv.Keys(lines)
     keys.push("honest", torch.zeros(1000), "assign").result()
     rounds = 0
     while came.total() < messages:
@@ -110,6 +110,6 @@ def send_noise(messages: int, seed: int, burst: int = 100) -> str:
         rounds += 1
     found = keys.pull("honest").result().tensor
     assert found is not None and found.min() == found.max() == rounds
-    line.close()
+    lines.close()
     serving.close()
     return f"{came.total()} messages of noise: " + ", ".join(f"{count} {name}" for name, count in came.most_common())

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.servers_noise import send_noise
 from paceline.servers import kv
-from paceline.servers.calling import Line, RefusedError
+from paceline.servers.calling import Lines, RefusedError
 from paceline.servers.kv import Keys, Push, Store
 from paceline.servers.serving import Answer, Caller
 from paceline.tensors.channel import memory_of
@@ -23,9 +23,9 @@ SOMEBODY = Caller("test", "here")
 @pytest.fixture
 def keys() -> Iterator[Keys]:
     with attended(kv.Call, Store().handle) as channel:
-        line = Line(channel, kv.Replies)
-        yield Keys(line)
-        line.close()
+        lines = Lines([channel], kv.Replies)
+        yield Keys(lines)
+        lines.close()
 
 
 def test_a_key_is_made_by_assigning_it(keys: Keys) -> None:
@@ -79,6 +79,18 @@ def test_odd_shapes_come_back(keys: Keys, shape: tuple[int, ...]) -> None:
     keys.push("w", torch.ones(shape), "assign")
     found = keys.push_pull("w", torch.ones(shape)).result().tensor
     assert found is not None and torch.equal(found, torch.full(shape, 2.0))
+
+
+def test_keys_are_dealt_out_to_the_lines() -> None:
+    store = Store()
+    with attended(kv.Call, store.handle) as one, attended(kv.Call, store.handle) as other:
+        lines = Lines([one, other], kv.Replies)
+        both = Keys(lines)
+        for number in range(6):
+            both.push(f"w{number}", torch.full((10,), number), "assign")
+        found = [both.push_pull(f"w{number}", torch.full((10,), 1)).result() for number in range(6)]
+        assert [tensor is not None and tensor.unique().tolist() for _, tensor in found] == [[n] for n in range(1, 7)]
+        lines.close()
 
 
 # what is refused
