@@ -158,7 +158,6 @@ def test_a_full_and_a_read_only_disk_do_not_stop_a_run(
                 sys.path.insert(0, {str(ROOT)!r})
                 from pathlib import Path
                 from paceline.state.checkpoint import listed
-from paceline.state.snapshot import Snapshot
                 from tests.state.disk import Disk
                 disk = Disk(Path(sys.argv[1]), sys.argv[2] == "True")
             if run.step in (9, 29, 39, 49):
