@@ -10,6 +10,8 @@ def words(transport: str, settings: Settings, machine: str) -> str:
 
     >>> words("shm", Settings(checkpoint_every=100), "node-1")
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
+    >>> print(words("shm", Settings(servers=1, checkpoint_every=100), "node-1"))
+    any process of this run may die but a server: the run ends if one does (give --servers 2); then, or if the machine dies, `paceline resume` goes on from a checkpoint
     """
     if settings.store:
         first = "any process and any machine of this run may die; if all do,"
@@ -17,6 +19,11 @@ def words(transport: str, settings: Settings, machine: str) -> str:
         first = (
             f"any process of this run may die, and any machine but {machine}: the run ends if {machine} dies "
             "(give --store etcd://…); then"
+        )
+    elif transport == "shm" and (more := more_copies(settings)):
+        first = (
+            f"any process of this run may die but a server: the run ends if one does (give {more}); "
+            "then, or if the machine dies,"
         )
     elif transport == "shm":
         first = "any process of this run may die; if the machine does,"
@@ -27,3 +34,15 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     if settings.checkpoint_every:
         return f"{first} `paceline resume` goes on from a checkpoint"
     return f"{first} it is lost: give --checkpoint-every N"
+
+
+def more_copies(settings: Settings) -> str:
+    """The flags without which a server's death takes the only copy of what it held; or nothing.
+
+    >>> more_copies(Settings(servers=3, replicas=1)), more_copies(Settings(servers=2)), more_copies(Settings())
+    ('--replicas 2', '', '')
+    """
+    if not settings.servers:
+        return ""
+    short = [name for name in ("servers", "replicas") if getattr(settings, name) < 2]
+    return " ".join(f"--{name} 2" for name in short)

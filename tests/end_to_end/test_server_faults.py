@@ -1,0 +1,41 @@
+"""Faults on servers: who is hit, what the run says of it, and that its bits stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import BODY, HEAD, launch
+
+TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(25)")
+PS = ("-n", "2", "--strategy", "ps", "--servers", "2")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run without servers."""
+    return launch(tmp_path_factory.mktemp("reference"), TRAINS, "-n", "2").weights
+
+
+def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(tmp_path: Path, weights: str) -> None:
+    plan = ("kill server:0 @step 30", "kill coordinator @step 30", "kill server:0 @step 60")
+    done = launch(tmp_path, TRAINS, *PS, *(word for fault in plan for word in ("--fault", fault)))
+    assert done.summary["weights_sha256"] == weights, done.err
+    told = [(event["why"], event.get("server")) for event in done.events() if event["event"] == "fault"]
+    assert told == [(plan[0], 0), (plan[1], None), (f"{plan[2]}: passed over, server 0 is gone", 0)]
+    ends = [event["server"] for event in done.events() if event["event"] == "server ended"]
+    assert ends[0] == 0 and sorted(ends) == [0, 1, 2], "another one came in its place"
+
+
+def test_a_server_that_is_frozen_for_longer_than_its_lease_is_evicted(tmp_path: Path, weights: str) -> None:
+    done = launch(tmp_path, TRAINS, *PS, "--lease", "0.5", "--fault", "freeze server:1 @step 30 for 30s")
+    assert done.weights == weights
+    (evicted,) = [event for event in done.events() if event["event"] == "evicted"]
+    assert (evicted["server"], evicted["why"]) == (1, "it was frozen for 0.5 s") and "worker" not in evicted
+
+
+def test_a_fault_for_servers_needs_some(tmp_path: Path) -> None:
+    done = launch(tmp_path, TRAINS, "-n", "2", "--fault", "kill server:0 @step 3")
+    assert done.code == 2 and done.last_line.endswith("this run has no servers; pass --strategy ps --servers 2")
+    assert not done.folder.exists()
