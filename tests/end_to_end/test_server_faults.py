@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import BODY, HEAD, launch
+from tests.end_to_end.launching import BODY, HEAD, launch, paceline
 
 TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(25)")
 PS = ("-n", "2", "--strategy", "ps", "--servers", "2")
@@ -39,3 +40,27 @@ def test_a_fault_for_servers_needs_some(tmp_path: Path) -> None:
     done = launch(tmp_path, TRAINS, "-n", "2", "--fault", "kill server:0 @step 3")
     assert done.code == 2 and done.last_line.endswith("this run has no servers; pass --strategy ps --servers 2")
     assert not done.folder.exists()
+
+
+LOSES_ALL = ("-n", "2", "--strategy", "ps", "--fault", "kill server:0 @step 30")
+
+
+@pytest.mark.parametrize("flags", [("--servers", "1"), ("--servers", "2", "--replicas", "1")])
+def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = launch(tmp_path, TRAINS, *LOSES_ALL, *flags)
+    cure = "--servers 2" if "1" in flags[:2] else "--replicas 2"
+    assert f"the run ends if a server dies: give {cure}; then, or if the machine dies, it is lost" in done.err
+    assert done.code == 1 and done.last_line.startswith(
+        "paceline: server 0 was killed by SIGKILL, and no other server had a copy of all that it held; "
+        f"it is lost, as no checkpoint was written: give {cure} or --checkpoint-every N"
+    )
+
+
+def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
+    done = launch(tmp_path, TRAINS, *LOSES_ALL, "--servers", "1", "--checkpoint-every", "10")
+    assert (
+        done.code == 1 and "`paceline resume it` goes on from the newest checkpoint; with --servers 2" in done.last_line
+    )
+    again = paceline("resume", "it", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((done.folder / "summary.json").read_text())["weights_sha256"] == weights
