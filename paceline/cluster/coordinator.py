@@ -64,11 +64,13 @@ class Coordinator:
                 self.save()
                 self.changed()
             case messages.ServerReady(address):
-                self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address))
+                why = f"{self.journal.name(worker)} is here"
+                self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address), why)
             case messages.Sizes(nbytes):
-                self._relay(lambda fleet: fleet.sized(nbytes))
+                self._relay(lambda fleet: fleet.sized(nbytes), "main has said what is to be held")
             case messages.Filled(server, since):
-                self._relay(lambda fleet: fleet.filled(self.journal.role(worker)[1], server, since))
+                why = f"server {server} has all that {self.journal.name(worker)} copied to it"
+                self._relay(lambda fleet: fleet.filled(self.journal.role(worker)[1], server, since), why)
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)
@@ -287,6 +289,7 @@ class Coordinator:
     def _spare_server(self, number: int, server: int, why: str) -> bool:
         """Whether the run goes on without this server; another one comes in its place."""
         fleet = self.journal.fleet
+        before = fleet.number
         if not fleet.died(server):
             return False
         words = f"{self.journal.name(number)} {why}"
@@ -295,21 +298,24 @@ class Coordinator:
             fleet.starts_left -= 1
             fresh = self.journal.add_server()
         self.save()
-        self._folder.event("layout", words, layout=fleet.number, notice=f"{words}; its copies take over")
+        moved = fleet.number > before
+        if moved:
+            self._folder.event("layout", words, **fleet.described(), notice=f"{words}; its copies take over")
         self.changed()
         if fresh is not None:
-            self._folder.event("starting a server", words, server=self.journal.role(fresh)[1])
+            notice = {} if moved else {"notice": f"{words}; another one starts"}
+            self._folder.event("starting a server", words, server=self.journal.role(fresh)[1], **notice)
             self.start(fresh)
         return True
 
-    def _relay(self, change: Callable[[Fleet], None]) -> None:
+    def _relay(self, change: Callable[[Fleet], None], why: str) -> None:
         """The fleet is another one, perhaps."""
         fleet = self.journal.fleet
         before = fleet.number
         change(fleet)
         self.save()
         if fleet.number > before:
-            self._folder.event("layout", "servers hold other fragments now", layout=fleet.number)
+            self._folder.event("layout", why, **fleet.described())
             self.changed()
 
     def _raised(self, worker: int, failed: messages.Failed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(
     assert told == [(plan[0], 0), (plan[1], None), (f"{plan[2]}: passed over, server 0 is gone", 0)]
     ends = [event["server"] for event in done.events() if event["event"] == "server ended"]
     assert ends[0] == 0 and sorted(ends) == [0, 1, 2], "another one came in its place"
+    shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "3 servers, 1 of them lost" in shown
+    (failover,) = [line for line in shown.splitlines() if line.startswith("server 0 ")]
+    assert re.fullmatch(r"server 0  +[\d.]+ s +\+[\d.]+ s +server 2 \+[\d.]+ s +(\+[\d.]+ s|-)", failover), failover
 
 
 def test_a_server_that_is_frozen_for_longer_than_its_lease_is_evicted(tmp_path: Path, weights: str) -> None:
