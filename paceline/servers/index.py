@@ -37,19 +37,29 @@ class Grown:
         """Of single values, or of rows so wide."""
         self._dtype, self._width = np.dtype(dtype), width
         self._bytes = self._dtype.itemsize * math.prod(width)
-        self._map = mmap.mmap(-1, self._bytes * _LEAST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._view()
+        self._take(_fresh(self._bytes * _LEAST))
 
-    def _view(self) -> None:
-        self.array: NDArray[Any] = np.frombuffer(self._map, dtype=self._dtype).reshape(-1, *self._width)
-        """For now: nobody may keep a view of it over a call of `reserve`."""
+    def _take(self, memory: mmap.mmap) -> None:
+        self._map = memory
+        self.array: NDArray[Any] = np.frombuffer(memory, dtype=self._dtype).reshape(-1, *self._width)
+        """Until the next call of `reserve`: a view of it that is kept over one shows the past."""
 
     def reserve(self, count: int) -> None:
         """Room for so many elements and a quarter more; what is not written to costs nothing."""
-        if count > len(self.array):
-            del self.array
-            self._map.resize((count + count // 4) * self._bytes)
-            self._view()
+        if count <= len(self.array):
+            return
+        memory, size = self._map, (count + count // 4) * self._bytes
+        del self.array
+        try:
+            memory.resize(size)
+        except BufferError:  # a view is kept, perhaps by the traceback of an exception: it keeps the old memory
+            memory = _fresh(size)
+            memory[: len(self._map)] = self._map[:]
+        self._take(memory)
+
+
+def _fresh(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Index:

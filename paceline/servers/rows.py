@@ -187,9 +187,12 @@ class Rows:
             while at < index.top:
                 numbers = _within(index, at, at + rows, lo, hi)
                 if len(numbers):
-                    arrays: dict[str, NDArray[Any]] = {"ids": index.ids, "touched": index.touched, **self._homes(index)}
-                    yield {name: torch.from_numpy(array[numbers]) for name, array in arrays.items()}
+                    yield self._chunk(index, numbers)
                 at += rows
+
+    def _chunk(self, index: Index, numbers: Numbers) -> Chunk:
+        arrays: dict[str, NDArray[Any]] = {"ids": index.ids, "touched": index.touched, **self._homes(index)}
+        return {name: torch.from_numpy(array[numbers]) for name, array in arrays.items()}
 
     def _homes(self, index: Index) -> dict[str, NDArray[Any]]:
         """What is kept by number beside the index itself."""

@@ -68,3 +68,12 @@ def test_a_grown_array_keeps_what_was_written() -> None:
     grown.array[:1000] = 7.0
     grown.reserve(1_000_000)
     assert len(grown.array) >= 1_000_000 and (grown.array[:1000] == 7.0).all() and (grown.array[2000:] == 0.0).all()
+
+
+def test_an_array_grows_under_a_view_that_somebody_keeps() -> None:
+    grown = Grown(np.int64)
+    grown.array[:] = 3
+    kept = grown.array[:5]
+    grown.reserve(5000)
+    grown.array[0] = 4
+    assert kept.tolist() == [3] * 5 and grown.array[:3].tolist() == [4, 3, 3]

@@ -138,6 +138,21 @@ def test_a_backup_is_filled_while_updates_go_on(
     assert equal(primary, backup)
 
 
+def test_a_table_grows_between_two_chunks_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = Adam(lr=0.1)
+    table, backup = Rows(4, optimizer), Rows(4, optimizer)
+    table.update(np.arange(1000), random_rows(1000, 4, 0), optimizer, 0)
+    chunks = table.chunks(rows=400)
+    backup.restore(next(chunks))
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.servers.index._fresh", None)
+        for each in (table, backup):
+            each.update(np.arange(500, 20_000), random_rows(19_500, 4, 1), optimizer, 1)
+    for chunk in chunks:
+        backup.restore(chunk)
+    assert equal(table, backup)
+
+
 def test_a_range_of_places_moves_to_another_server() -> None:
     optimizer = Adam(lr=0.1)
     whole, left, right = (Rows(8, optimizer, seed=3, admit=2) for _ in range(3))
