@@ -135,18 +135,24 @@ class Holders:
     def wait(self, futures: Iterable[Future[Reply]], check: Check = lambda seconds: None) -> list[Reply]:
         """All answers; `check` is called meanwhile, with the seconds so far, and may raise."""
         pending, waited = list(futures), 0.0
-        while wait_for(pending, _LOOK_S).not_done:
+        while True:
+            done, rest = wait_for(pending, _LOOK_S)
+            # At once: another call may wait at its server for what this one should have brought.
+            _raise_moved(done)
+            if not rest:
+                return [future.result() for future in pending]
             waited += _LOOK_S
             check(waited)
-        try:
-            replies = [future.result() for future in pending]
-        except OSError as error:
-            raise MovedError(str(error)) from None
-        if any(moved(reply) for reply in replies):
-            raise MovedError
-        return replies
 
     def close(self) -> None:
         for server in self._servers.values():
             server.close()
         self._servers = {}
+
+
+def _raise_moved(answered: Iterable[Future[Reply]]) -> None:
+    try:
+        if any(moved(future.result()) for future in answered):
+            raise MovedError
+    except OSError as error:
+        raise MovedError(str(error)) from None
