@@ -63,7 +63,7 @@ def _across_machines(session: Session, name: str) -> Peers:
 def _by_torch(session: Session, name: str) -> Peers:
     from paceline.tensors.group import GroupPeers, gloo, nccl
 
-    rank, size, store = session.rank, session.workers, _store(session, name)
+    rank, size, store = session.rank, session.workers, meeting_store(session, name)
     control = gloo(PrefixStore("control", store), rank, size)
     if transport(session) == "gloo":
         data = gloo(PrefixStore("data", store), rank, size)
@@ -72,7 +72,7 @@ def _by_torch(session: Session, name: str) -> Peers:
     return GroupPeers(rank, size, data, control, session, session.device)
 
 
-def _store(session: Session, name: str) -> Store:
+def meeting_store(session: Session, name: str) -> Store:
     """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""
     if session.is_main:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

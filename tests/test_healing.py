@@ -21,7 +21,7 @@ from paceline.tensors.tree import Plan
 from tests.several.mesh import CPU
 from tests.several.training import Script
 from tests.several.world import Fault, World
-from tests.test_terms import breaks, length, simulate
+from tests.test_terms import breaks, joined, length, simulate
 
 BATCH = 6
 """Seeds a test."""
@@ -29,21 +29,10 @@ FIRST = Fault("sums in term 1")
 """Somebody is killed early, and another one comes."""
 
 
-def joined(world: World) -> list[int]:
-    """Newcomers that have come in."""
-    return [member for member in world.journal.membership.settled.members if member >= world.workers]
-
-
 def drawn(seed: int, *later: str, starts: int) -> World:
     """A run of this seed: somebody is killed early, and later, at any moment, whatever is said."""
     draw = random.Random(seed)
-    script = Script(
-        steps=draw.randint(10, 24),
-        points=draw.choice([(4,), (6,), (4, 4), (5, 3)]),
-        evaluates=draw.random() < 0.5,
-        sparse=draw.random() < 0.4,
-    )
-    workers = draw.randint(2, 4)
+    script, workers = Script.drawn(draw, 10, 24), draw.randint(2, 4)
     whole = length(script, workers)
     faults = [Fault(draw.randrange(whole // 3)), *(Fault(draw.randrange(2 * whole), kind) for kind in later)]
     return simulate(script, workers, starts, seed, faults)

@@ -90,9 +90,7 @@ def test_a_thin_cable(network: Network) -> None:
 def test_nothing_is_left_not_even_of_processes_that_will_not_end() -> None:
     with pytest.raises(ZeroDivisionError), Network(2) as network:
         assert len(spaces(os.getpid())) == 3
-        code = (
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1e6)"
-        )
+        code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); signal.pause()"
         process = network.machine(2).popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
         assert process.stdout is not None and process.stdout.readline() == b"1\n"
         process.stdout.close()
@@ -102,9 +100,9 @@ def test_nothing_is_left_not_even_of_processes_that_will_not_end() -> None:
 
 def test_what_a_killed_session_has_left_goes_with_the_next() -> None:
     code = (
-        "import subprocess, time; from tests.network import Network; network = Network(2)\n"
+        "import signal; from tests.network import Network; network = Network(2)\n"
         "sleeper = network.machine(1).popen(['sleep', '1000'], start_new_session=True)\n"
-        "print(sleeper.pid, flush=True); time.sleep(1e6)"
+        "print(sleeper.pid, flush=True); signal.pause()"
     )
     session = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert session.stdout is not None

@@ -39,7 +39,7 @@ def command(where: str, secret_file: Path | None, places: int, listen: str | Non
 
     Start one on each machine, with the script in the same place as on the first one. It ends with the run,
     and with the run's exit code. SIGTERM or Ctrl-C lets this machine's workers leave at a step's end; the run
-    goes on without them, unless it is led from here by then: then it stops.
+    goes on without them. If it is led from here by then, another machine leads, if there is --store; else it stops.
     """
     from paceline.cluster.agent import start_agent
 

@@ -7,18 +7,21 @@ from typing import Any
 import msgspec
 
 from paceline.cluster import messages, wire
+from paceline.cluster.job import Job
 from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
 
 _PATIENCE_S = 5.0
+_LEASES = 2
+"""Where another machine leads: one until its silence is noticed, one until somebody leads in its place."""
 
 
 def ask(folder: RunFolder, message: msgspec.Struct) -> Any:
     """What the run's leader answers."""
-    place = Rendezvous.of(folder)
-    link = LeaderLink(place.address, place.secret, messages.Steer(), place.fence, _PATIENCE_S)
+    place = Rendezvous.here(folder)
+    link = LeaderLink(place.address, place.secret, messages.Steer(), place.fence, _patience_s(folder))
     try:
         answer, fds = link.ask(message)
     except NoLeaderError:
@@ -29,3 +32,8 @@ def ask(folder: RunFolder, message: msgspec.Struct) -> Any:
     if isinstance(answer, messages.Refused):
         raise UsageError(answer.why)
     return answer
+
+
+def _patience_s(folder: RunFolder) -> float:
+    job = Job.read(folder)
+    return _PATIENCE_S + (_LEASES * job.settings.lease if job is not None and job.settings.listen else 0.0)

@@ -27,4 +27,4 @@ def command(run: str, show: str, runs: Path) -> int:
     folder = RunFolder.find(runs, run)
     job = Job.read(folder)
     workers = job.workers if job else 1
-    return Viewer(folder, Rendezvous.of(folder), Terminal(workers), show).watch()
+    return Viewer(folder, Rendezvous.here(folder), Terminal(workers), show).watch()

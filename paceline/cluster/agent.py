@@ -9,6 +9,7 @@ each of them starts a standby. Agents have a session of their own: the terminal'
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from paceline.cluster.node import Node, Replaced
 from paceline.cluster.office import Office
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.seeking import Seeker, first_journal
-from paceline.cluster.standby import Lead, stand_by
+from paceline.cluster.standby import Lead, Orphaned, stand_by
 from paceline.cluster.store import FencedError, LocalStore, Store, StoreGone, open_store
 from paceline.watch.folder import RunFolder
 
@@ -55,7 +56,11 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     if first:
         lead: Lead | None = Lead(local, local.lead(0, os.getpid()), _first_kept(job, place))
     else:
-        lead = stand_by(place, local, job.settings.lease)
+        try:
+            lead = stand_by(place, local, job.settings.lease, job.settings.grace)
+        except Orphaned as error:
+            folder.event("over", str(error), machine=machine)
+            return 1
     if lead is not None:
         node = Node(job, folder, place, lead, lambda: start_agent(folder, machine, first=False), hire)
         try:
@@ -100,7 +105,17 @@ class _Service:
         """The store of a run that outlives any machine, once it was opened."""
 
     def serve(self) -> None:
-        """Until the run ends."""
+        """Until the run ends, or this machine leaves it."""
+        before = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            self._serve()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        self._node.told_to_go = True
+
+    def _serve(self) -> None:
         if not self._reach.run:
             if self._node.number == 0:
                 self._lead(Office(self._local, self._node.fence), self._local.read().state)
@@ -138,7 +153,7 @@ class _Service:
         return wire.tcp_address(host, port)
 
     def _try_to_lead(self, after: int) -> bool:
-        """Whether this agent led the run to its end."""
+        """Whether this agent led the run to its end, or to this machine's leave."""
         sent = clock()
         try:
             fence = self._store.lead(after, os.getpid(), self._address)

@@ -67,7 +67,7 @@ class Coordinator:
             case messages.Sizes(nbytes):
                 self._relay(lambda fleet: fleet.sized(nbytes))
             case messages.Filled(server, since):
-                self._relay(lambda fleet: fleet.filled(server, since))
+                self._relay(lambda fleet: fleet.filled(self.journal.role(worker)[1], server, since))
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)
@@ -252,7 +252,7 @@ class Coordinator:
             return
         if code == 0 and phase == Phase.LEFT:
             instructions = self.membership.left(number)
-            if any(isinstance(each, Publish) and not each.agreed for each in instructions):
+            if _overtakes(instructions):
                 self.journal.buried.append(number)  # a death overtook its leave: others wait for it once more
             self.follow_up(instructions)
         elif code == 0 and phase == Phase.FINISHED:
@@ -355,9 +355,10 @@ class Coordinator:
 
     def lose(self, number: int, why: str) -> None:
         """The run goes on without this worker."""
-        self.journal.deaths += 1
+        instructions = self.membership.died(number, why)
+        self.journal.deaths += _overtakes(instructions)
         self.journal.buried.append(number)
-        self.follow_up(self.membership.died(number, why))
+        self.follow_up(instructions)
 
     def end_newcomers(self) -> None:
         """The members have finished: whoever is still on the way comes too late."""
@@ -397,6 +398,11 @@ class Coordinator:
         if kill:
             for number in self.journal.running:
                 self.kill(number)
+
+
+def _overtakes(instructions: list[Instruction]) -> bool:
+    """Whether those who train are given another view, inside their step."""
+    return any(isinstance(each, Publish) and not each.agreed for each in instructions)
 
 
 def _kill_words(who: Stop) -> str:

@@ -6,6 +6,8 @@ Clocks are not compared, only their lengths of time. A leader puts beats into th
               *end* of the look that found the pair first to the *beginning* of the one that found it last.
     Tenure    a leader may act for a lease, less a margin, from when it *began* to send its last beat that was
               answered in time. An answer that comes after the tenure has passed does not bring it back.
+    Leave     a leader that goes for good acts no more, and then gives the lead to nobody: a fence of its own, of no
+              process (`NOBODY`). Who sees that need not wait.
 
 So no two ever act at once. Say a candidate's first look ended at T and its last one began at T + lease. No beat
 has come into the store in between; the leader began to send its last one before T, and its tenure has passed
@@ -31,6 +33,10 @@ _BEATS = 6
 """In a lease: several may be lost before the leader must step down."""
 
 
+NOBODY = 0
+"""The process of a leader that there is not."""
+
+
 def clock() -> float:
     """Seconds that also pass while the machine sleeps: a leader that wakes up must not take itself for one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -48,7 +54,7 @@ class Silence:
         """After each look into the store, with when it began and ended: whether to try to lead, after `record.fence`."""
         if (record.fence, record.beat) != self._pair:
             self._pair, self._since = (record.fence, record.beat), ended
-        return began - self._since >= self._lease_s
+        return record.pid == NOBODY or began - self._since >= self._lease_s
 
 
 class Tenure:

@@ -7,7 +7,6 @@ workers train on, as far as they get.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class Follower:
         self._failed_at: float | None = None
         self._looked_at = 0.0
         self._outcome: Ended | MayLead | None = None
-        self._signalled = False
 
     @property
     def journal(self) -> Journal:
@@ -70,7 +68,6 @@ class Follower:
     def serve(self) -> Ended | MayLead:
         """Until the run ends, or this agent may lead it."""
         node = self._node
-        before = signal.signal(signal.SIGTERM, self._on_signal)
         node.selector.register(self._seeker, 1, lambda _: self._found())
         try:
             node.begin(self)
@@ -82,13 +79,9 @@ class Follower:
                 node.leave(self._outcome.exit_code)
             return self._outcome
         finally:
-            signal.signal(signal.SIGTERM, before)
             node.selector.unregister(self._seeker)
             self._lose_leader()
             self._seeker.close()
-
-    def _on_signal(self, signum: int, frame: object) -> None:
-        self._signalled = True
 
     def _turn(self) -> None:
         try:
@@ -113,7 +106,7 @@ class Follower:
         elif now - self._heard > self._node.job.settings.grace and not self._node.crew.numbers:
             self._node.folder.event("over", "no coordinator was found again", machine=self._node.number)
             self._outcome = Ended(1)
-        if self._signalled:
+        if self._node.told_to_go:
             self._go()
         if self._journal.failure is not None or self._journal.killed:
             self._failed_at = self._failed_at or now
@@ -121,9 +114,8 @@ class Follower:
                 self._node.crew.kill_all()
 
     def _go(self) -> None:
-        """This machine was told to end (SIGTERM): its workers leave at a step's end, and then it does."""
-        for number in self._node.crew.numbers:
-            self._node.board.row(number).wishes_to_leave()
+        """Its workers leave at a step's end, and then this machine does."""
+        self._node.send_workers_off()
         if not self._node.crew.numbers and all(number in self._journal.exits for number in self._node.exits):
             self._outcome = Ended(0)
 
@@ -135,7 +127,7 @@ class Follower:
                 self._leader = Connection(sock, between.FROM_LEADER, "the coordinator")
                 self._heard = time.monotonic()
                 self._node.selector.register(self._leader, 1, lambda _: self._hear())
-                self._leader.send(between.Join(self._identity, self._signalled))
+                self._leader.send(between.Join(self._identity, self._node.told_to_go))
                 self._changed = True
             case Vacant(record):
                 self._outcome = MayLead(record)
@@ -197,7 +189,7 @@ class Follower:
                 crew.pids,
                 ended,
                 [number for number in crew.numbers if node.board.leaves(number)],
-                self._signalled,
+                node.told_to_go,
                 node.board.main_ready,
                 {number: node.board.row_bytes(number) for number in (*crew.numbers, *ended)},
             )

@@ -78,6 +78,7 @@ class Journal(msgspec.Struct):
     main_ready: bool = False
     """Main has come to prepare()."""
     deaths: int = 0
+    """That those who train had to recover from: not those of workers that had not joined."""
     raised: list[Raised] = []
     """Exceptions that were taken for their workers' own fault."""
     failure: Failure | None = None

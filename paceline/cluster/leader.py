@@ -49,7 +49,6 @@ class Leader:
         self._coordinator.changed = self._changed
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._looked_at = 0.0
-        self._signalled = False
         self._outposts: Outposts | None = None
         if door is not None:
             self._outposts = Outposts(_secured(door, node.place.secret), node, self._coordinator, office.fence)
@@ -61,12 +60,13 @@ class Leader:
         return self._coordinator.journal
 
     def lead(self) -> int | None:
-        """Until the run ends (its exit code), or another agent leads (None)."""
-        before = signal.signal(signal.SIGTERM, self._on_signal)
+        """Until the run ends (its exit code), or this machine has left it (0), or another agent leads (None)."""
         try:
             self._begin()
             while self.journal.running or self.journal.awaited:
                 self._turn()
+                if self._has_left:
+                    return self._leave()
             return self._end()
         except NurseryError as error:
             self._coordinator.fail("the run:", str(error), self._node.log_tail("nursery"))
@@ -81,7 +81,6 @@ class Leader:
             self._folder.event("stepped down", str(error), fence=self._office.fence)
             return None
         finally:
-            signal.signal(signal.SIGTERM, before)
             if self._outposts is not None:
                 self._outposts.close()
 
@@ -103,7 +102,8 @@ class Leader:
         for number, end in list(self._node.exits.items()):
             if self.journal.homes.get(number) == self._node.number:
                 self._coordinator.worker_ended(number, end)  # seen while nobody led; what is known returns at once
-        self._coordinator.machine_came(self._node.number)  # it may have been given up before it led
+        if not self._node.told_to_go:
+            self._coordinator.machine_came(self._node.number)  # it may have been given up before it led
         if self._outposts is not None and self.journal.awaited:
             words = (
                 f"waiting for {self._missing} more machines; on each of them: paceline agent --join "
@@ -138,8 +138,8 @@ class Leader:
             self._coordinator.main_is_ready()
         self._coordinator.end_newcomers()
         self._inject(rows, time.time() - self.journal.started)
-        if self._signalled and not self.journal.stop:
-            self._coordinator.stop(Stop.SIGTERM, "the agent was told to end (SIGTERM)")
+        if self._node.told_to_go:
+            self._go()
         if self._outposts is not None:
             for words in self._outposts.tick(now):
                 self._folder.event("refused", words)
@@ -148,8 +148,43 @@ class Leader:
             if now - self._failed_at > GRACE_S:
                 self._crew.kill_all()
 
-    def _on_signal(self, signum: int, frame: object) -> None:
-        self._signalled = True
+    # leaving
+
+    def _go(self) -> None:
+        """Its workers leave at a step's end, and then this machine does. If nobody can go on elsewhere, the run stops."""
+        number = self._node.number
+        if not self.journal.machines[number].here or self._others_can_go_on:
+            self._coordinator.machine_goes(number)
+            self._node.send_workers_off()
+        elif not self.journal.stop:
+            self._coordinator.stop(Stop.SIGTERM, "the agent was told to end (SIGTERM)")
+
+    @property
+    def _others_can_go_on(self) -> bool:
+        """Whether there is a machine that trains, whose agent may lead."""
+        return self._office.may_pass_on and not self.journal.awaited and bool(self._homes_elsewhere)
+
+    @property
+    def _homes_elsewhere(self) -> list[int]:
+        journal = self.journal
+        homes = {journal.homes[member] for member in journal.membership.settled.members}
+        return [home for home in homes if home != self._node.number and journal.machines[home].here]
+
+    @property
+    def _has_left(self) -> bool:
+        """Nobody trains here any more, and there is somebody who can lead."""
+        if not self._node.told_to_go or self._node.mine or self._coordinator.over or self.journal.stop:
+            return False
+        return self._outposts is not None and any(map(self._outposts.reaches, self._homes_elsewhere))
+
+    def _leave(self) -> int:
+        self._office.hand_on()
+        words = f"machine {self._node.number} has left, and another one leads"
+        self._folder.event("stepped down", words, fence=self._office.fence, machine=self._node.number, notice=words)
+        self._node.leave(0)
+        return 0
+
+    # the end
 
     def _end(self) -> int:
         code = conclude(self._job, self._folder, self.journal, self._board)

@@ -141,6 +141,8 @@ class Membership:
                 self.standing[newcomer] = Standing.GONE
                 out.append(Kill(newcomer, f"its join was overtaken by the death of worker {worker}"))
         self.settled, self.pending = View(self.newest + 1, remaining), None
+        if self.all_leave:  # whoever was to stay is gone: some of them stay after all, for somebody must
+            self.standing |= dict.fromkeys(remaining[: self.wanted], Standing.MEMBER)
         out.append(Publish(self.settled, False, f"worker {worker} {why}"))
         return out + self._replace(f"worker {worker} {why}")
 

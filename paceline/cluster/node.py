@@ -93,6 +93,8 @@ class Node:
         self.exits: dict[int, End] = {}
         """Of each worker of this machine that was seen to end."""
         self._begun = False
+        self.told_to_go = False
+        """By SIGTERM: this machine shall leave the run."""
 
     # a life
 
@@ -150,8 +152,13 @@ class Node:
                 self.master.worker_leaves(number)
         self._run_standby(now)
 
+    def send_workers_off(self) -> None:
+        """They leave at a step's end."""
+        for number in self.crew.numbers:
+            self.board.row(number).wishes_to_leave()
+
     def leave(self, code: int) -> None:
-        """The run is over. When whoever watches hears of it, nothing of it is left here but this process."""
+        """The run is over here. When whoever watches hears of it, nothing of it is left here but this process."""
         self._local.remove(self.fence)
         Rendezvous.remove(self.folder, self.number)
         for peer in self.desk.shadows:

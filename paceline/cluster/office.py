@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.cluster.election import Tenure, clock
+from paceline.cluster.election import NOBODY, Tenure, clock
 from paceline.cluster.membership import View
 from paceline.cluster.store import Store, StoreUnreachable
 
@@ -31,6 +31,11 @@ class Office:
     ) -> None:
         self.store, self.fence, self._tenure, self._copy = store, fence, tenure, copy
 
+    @property
+    def may_pass_on(self) -> bool:
+        """Whether an agent of another machine may lead after this one."""
+        return self._tenure is not None
+
     def write(self, state: bytes, views: Sequence[View]) -> None:
         """FencedError: another one leads. StoreUnreachable: another one will."""
         self._while_it_lasts(lambda: self.store.write(self.fence, state, views))
@@ -45,12 +50,16 @@ class Office:
         elif not self._tenure.holds(clock()):
             raise StoreUnreachable("the store was not reached for too long")
 
+    def hand_on(self) -> None:
+        """To nobody: whoever is there may lead at once. The last thing that is done in this office."""
+        self._while_it_lasts(lambda: self.store.lead(self.fence, NOBODY))
+
     def close_for_good(self) -> None:
         """The run is over; a machine's own store is its node's to remove."""
         if self._tenure is not None:
             self._while_it_lasts(lambda: self.store.remove(self.fence))
 
-    def _while_it_lasts(self, attempt: Callable[[], None]) -> None:
+    def _while_it_lasts(self, attempt: Callable[[], object]) -> None:
         """Again and again: what was heard twice is done once."""
         if self._tenure is None:
             attempt()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import select
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster import secret
-from paceline.cluster.store import LocalStore, StoreGone, runtime_folder
+from paceline.cluster.store import LocalStore, Record, StoreGone, runtime_folder
 from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
 
@@ -83,11 +85,33 @@ class Rendezvous:
             msgspec.convert(known["reach"], Reach),
         )
 
+    @staticmethod
+    def here(folder: RunFolder) -> Rendezvous:
+        """Of this machine, wherever the run is led from: its agent passes on what it is told. On a disk that machines
+        share the folder has those of others too, and of lost ones."""
+        places = [Rendezvous.of(folder, machine) for machine in folder.machines() or [0]]
+        return next((place for place in places if place.is_served), places[0])
+
+    @property
+    def is_served(self) -> bool:
+        """Whether an agent speaks for this machine, and lives."""
+        try:
+            agent = os.pidfd_open(self._speaker().pid)
+        except OSError:
+            return False
+        try:
+            return not select.select([agent], [], [], 0)[0]
+        finally:
+            os.close(agent)
+
     def fence(self) -> int:
         """Of the agent that speaks for this machine now."""
+        return self._speaker().fence
+
+    def _speaker(self) -> Record:
         try:
             with contextlib.closing(LocalStore(self.store)) as store:
-                return store.read().fence
+                return store.read()
         except (StoreGone, sqlite3.Error):
             raise ConnectionError(f"{self.store} is gone: the run is over") from None
 

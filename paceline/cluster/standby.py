@@ -34,8 +34,13 @@ class _Over(Exception):
     """The run is over: there is nothing to stand by for."""
 
 
-def stand_by(place: Rendezvous, store: Store, lease_s: float) -> Lead | None:
-    """Wait for the leader's end and take over; None if the run has ended."""
+class Orphaned(Exception):
+    """Nobody has handed anything over for too long: the agents before are gone, and this one cannot lead."""
+
+
+def stand_by(place: Rendezvous, store: Store, lease_s: float, grace_s: float) -> Lead | None:
+    """Wait for the leader's end and take over; None if the run has ended. Orphaned: nobody can lead it any more."""
+    deadline = time.monotonic() + grace_s
     while True:
         kept = Kept()
         try:
@@ -44,8 +49,13 @@ def stand_by(place: Rendezvous, store: Store, lease_s: float) -> Lead | None:
         except (_Over, StoreGone):
             kept.close()
             return None
-        except FencedError:
-            kept.close()  # another one was faster: stand by for that one
+        except FencedError:  # another one was faster: stand by for that one
+            now = time.monotonic()
+            if kept.get(BOARD) is not None:
+                deadline = now + grace_s
+            kept.close()
+            if now > deadline:
+                raise Orphaned(f"no agent has handed this machine over for {grace_s:g} s") from None
 
 
 def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s: float) -> int:

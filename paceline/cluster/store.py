@@ -51,7 +51,7 @@ class TermTaken(Exception):
 class Record:
     fence: int
     pid: int
-    """The leader's process."""
+    """The leader's process; 0: nobody leads."""
     address: str
     """Where other machines reach the leader."""
     state: bytes

@@ -37,6 +37,8 @@ class Goals:
         self._copies = min(replicas, len(self.machine))
         self._led = dict.fromkeys(self.machine, 0)
         self._held = dict.fromkeys(self.machine, 0)
+        self._at: dict[int, set[int]] = {server: set() for server in self.machine}
+        """The fragments that each server holds."""
         self._pairs: Counter[tuple[int, int]] = Counter()
         """Bytes by (primary, backup): what the one would leave to the other."""
 
@@ -48,6 +50,10 @@ class Goals:
                 self._pairs[servers[0], server] += size
             for primary in servers[:1]:
                 self._led[primary] += size
+        for server in self.goals[fragment]:
+            self._at[server].remove(fragment)
+        for server in goal:
+            self._at[server].add(fragment)
         self.goals[fragment] = tuple(goal)
         if why:
             self.why[fragment] = why
@@ -97,7 +103,7 @@ class Goals:
         low, high = (pick(self._led, key=lambda server: (self._led[server], server)) for pick in (min, max))
         if _even(self._led[low], self._led[high]):
             return False
-        led = [fragment for fragment, goal in enumerate(self.goals) if goal[0] == high]
+        led = [fragment for fragment in self._at[high] if self.goals[fragment][0] == high]
         there = [fragment for fragment in led if low in self.goals[fragment]]
         gap = self._led[high] - self._led[low]
         fragment = self._fitting(there, gap)  # nothing has to be copied for it
@@ -116,7 +122,7 @@ class Goals:
             for low in by_load:
                 if _even(self._held[low], self._held[high]):
                     break
-                movable = [fragment for fragment in range(len(self.goals)) if self._may_move(fragment, high, low)]
+                movable = [fragment for fragment in self._at[high] if self._may_move(fragment, high, low)]
                 fragment = self._fitting(movable, self._held[high] - self._held[low])
                 if fragment is not None:
                     goal = _swapped(self.goals[fragment], high, low)
@@ -127,7 +133,7 @@ class Goals:
     def _may_move(self, fragment: int, high: int, low: int) -> bool:
         """Whether a backup may move from the one server to the other, and leave its copies on as many machines."""
         goal = self.goals[fragment]
-        if high not in goal[1:] or low in goal:
+        if high == goal[0] or low in goal:
             return False
         return self._machines(_swapped(goal, high, low)) >= self._machines(goal)
 

@@ -6,8 +6,9 @@ says it all again: servers ignore what they know. Fragments of one server travel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from typing import Protocol, TypeVar
 
@@ -134,15 +135,17 @@ class Holders:
 
     def wait(self, futures: Iterable[Future[Reply]], check: Check = lambda seconds: None) -> list[Reply]:
         """All answers; `check` is called meanwhile, with the seconds so far, and may raise."""
-        pending, waited = list(futures), 0.0
-        while True:
-            done, rest = wait_for(pending, _LOOK_S)
-            # At once: another call may wait at its server for what this one should have brought.
-            _raise_moved(done)
-            if not rest:
-                return [future.result() for future in pending]
-            waited += _LOOK_S
-            check(waited)
+        asked = list(futures)
+        pending, begun, told = set(asked), time.monotonic(), 0.0
+        while pending:
+            done, pending = wait_for(pending, _LOOK_S, FIRST_COMPLETED)
+            for future in done:  # at once: the rest may be waiting for what was refused here
+                _look_at(future)
+            waited = time.monotonic() - begun
+            if pending and waited - told >= _LOOK_S:
+                told = waited
+                check(waited)
+        return [future.result() for future in asked]
 
     def close(self) -> None:
         for server in self._servers.values():
@@ -150,9 +153,9 @@ class Holders:
         self._servers = {}
 
 
-def _raise_moved(answered: Iterable[Future[Reply]]) -> None:
+def _look_at(future: Future[Reply]) -> None:
     try:
-        if any(moved(future.result()) for future in answered):
+        if moved(future.result()):
             raise MovedError
     except OSError as error:
         raise MovedError(str(error)) from None

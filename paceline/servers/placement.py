@@ -77,7 +77,8 @@ class Placement:
     """How it differs from the placement before."""
 
     def fill(self, fragment: int, server: int) -> Placement:
-        """The server says that it holds all of the fragment. That it should not any more may have crossed its word."""
+        """The server holds all that the fragment's primary holds. Its word must be of this placement: one that crossed a
+        promotion tells of a copy of what the former primary had. It may also be one that shall not hold it any more."""
         copies = self.copies[fragment]
         if server not in copies.backups or fragment in self.lost:
             return self
@@ -105,14 +106,16 @@ def place(
 
     The copies of a first placement all count as filled: they begin with nothing, and what comes goes to all of them.
 
-    >>> first = place([100, 100], [Server(0, machine=0), Server(1, machine=0), Server(2, machine=0)])
-    >>> [copies.goal for copies in first.copies]
-    [(0, 2), (1, 2)]
-    >>> after = place([100, 100], [Server(1, machine=0), Server(2, machine=0)], before=first)
+    >>> servers = [Server(number, machine=0) for number in range(3)]
+    >>> first = place([100, 100, 100], servers)
+    >>> [(copies.primary, copies.backups) for copies in first.copies]
+    [(0, (1,)), (1, (2,)), (2, (0,))]
+    >>> after = place([100, 100, 100], servers[1:], before=first)
     >>> for change in after.changes:
     ...     print(change.fragment, change.act.value, change.server, change.why)
-    0 promote 2 server 0 is gone, and server 2 has a filled copy
-    0 fill 1 server 0 is gone
+    0 promote 1 server 0 is gone, and server 1 has a filled copy
+    0 fill 2 server 0 is gone
+    2 fill 1 server 0 is gone
     """
     goals = Goals(nbytes, servers, replicas)
     if before is None:
@@ -126,10 +129,7 @@ def place(
             goal.sort(key=lambda server: server != copies.primary)
         goals.aim(fragment, goal)
     for fragment, copies in enumerate(survivors.copies):
-        absent = [server for server in before.copies[fragment].goal if server not in goals.machine]
-        leaving = [server for server in absent if server in copies.holders]
-        why = _names(leaving or absent) + (" to leave" if leaving else " gone") if absent else "it has too few copies"
-        goals.mend(fragment, copies.holders, copies.whole, why)
+        goals.mend(fragment, copies.holders, copies.whole, _shortfall(copies, goals))
     return _advance(survivors, goals)
 
 
@@ -140,20 +140,19 @@ def balance(nbytes: Sequence[int], servers: Sequence[Server], replicas: int, bef
 
     >>> both = [Server(0, machine=0), Server(1, machine=0)]
     >>> now = place([100, 100], both[:1], replicas=1)
-    >>> while not (then := balance([100, 100], both, 1, now)).settled:
-    ...     print(*((change.act.value, change.server, change.why) for change in then.changes))
-    ...     now = then.fill(1, 1)
-    ('fill', 1, 'server 0 led more than server 1')
-    >>> print(*((change.act.value, change.server, change.why) for change in then.changes), sep="\\n")
-    ('promote', 1, 'its copy is filled')
-    ('drop', 0, 'the copies it shall have are filled')
+    >>> now = balance([100, 100], both, 1, now)
+    >>> now.changes
+    (Change(fragment=0, act=<Act.FILL: 'fill'>, server=1, why='server 0 led more than server 1'),)
+    >>> now = balance([100, 100], both, 1, now.fill(0, 1))
+    >>> [(change.act.value, change.server, change.why) for change in now.changes]
+    [('promote', 1, 'its copy is filled'), ('drop', 0, 'the copies it shall have are filled')]
     """
     goals = Goals(nbytes, servers, replicas)
     for fragment, copies in enumerate(before.copies):
         goals.aim(fragment, copies.goal)
     goals.spread()
     goals.level()
-    return _advance(before, goals)
+    return _advance(replace(before, changes=()), goals)
 
 
 def _bury(nbytes: Sequence[int], servers: Sequence[Server], before: Placement) -> Placement:
@@ -183,7 +182,7 @@ def _bury(nbytes: Sequence[int], servers: Sequence[Server], before: Placement) -
 
 
 def _advance(now: Placement, goals: Goals) -> Placement:
-    """What can be done at once towards the goals."""
+    """What can be done at once towards the goals, after the changes that were made already."""
     changes = list(now.changes)
     then: list[Copies] = []
     for fragment, copies in enumerate(now.copies):
@@ -210,7 +209,12 @@ def _advance(now: Placement, goals: Goals) -> Placement:
     return Placement(tuple(then), now.lost, tuple(changes))
 
 
-def _names(servers: Sequence[int]) -> str:
-    """The subject of a sentence."""
-    names = " and ".join(str(server) for server in servers)
-    return f"server {names} is" if len(servers) == 1 else f"servers {names} are"
+def _shortfall(copies: Copies, goals: Goals) -> str:
+    """Why a goal of before does not do any more."""
+    absent = [server for server in copies.goal if server not in goals.machine]
+    if not absent:
+        return "it has too few copies"
+    leaving = [server for server in absent if server in copies.holders]
+    names = " and ".join(str(server) for server in leaving or absent)
+    subject = f"server {names} is" if len(leaving or absent) == 1 else f"servers {names} are"
+    return f"{subject} {'to leave' if leaving else 'gone'}"

@@ -195,20 +195,30 @@ class Shelf:
             return Moved(), ()
 
     def _copy(self, message: Copy, body: memoryview) -> Answer:
-        fragments = message.said.fragments
         with self._changed:
             self._changed.wait_for(lambda: self._layout.number >= message.layout)
-            for fragment, since in zip(fragments, message.since, strict=True):
-                known = _since(self._layout, fragment, self._number)
-                if self._layout.holders[fragment][0] != message.primary or since != known:
-                    return Moved(), ()
+        self._check_copy(message)
         bodies = self._cut(message.said, body)
-        for fragment in fragments:
+        for fragment in message.said.fragments:
             held = self._made(fragment)
-            with held.changed:
+            # Once the two have changed places, whoever has this lock may be waiting for the one that says this.
+            while not held.changed.acquire(timeout=_LOOK_S):
+                self._check_copy(message)
+            try:
+                self._check_copy(message)
                 if not held.knows(message.said, bodies[fragment]):
                     held.do(message.said, bodies[fragment])
+            finally:
+                held.changed.release()
         return Done(), ()
+
+    def _check_copy(self, message: Copy) -> None:
+        """Is it the primary that says this, and of what this server still holds?"""
+        with self._changed:
+            for fragment, since in zip(message.said.fragments, message.since, strict=True):
+                known = _since(self._layout, fragment, self._number)
+                if self._layout.holders[fragment][0] != message.primary or since != known:
+                    raise _NotPrimary
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answer:
         match call:

@@ -28,7 +28,7 @@ def scratch_rows(steps: Sequence[Step]) -> list[int]:
     free: list[int] = []
     for left, right, result in steps:
         free += [row_of[register] for register in (right, left) if register in row_of]
-        row_of[result] = free.pop() if free else len(row_of) - len(free)
+        row_of[result] = free.pop() if free else len(set(row_of.values()))
     return [row_of[result] for _, _, result in steps]
 
 
@@ -88,8 +88,12 @@ class TreeSum:
                 target.copy_(total)
 
 
+def is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
+
+
 def _divide(target: torch.Tensor, divisor: float) -> None:
-    if math.frexp(divisor)[0] == 0.5:
+    if is_power_of_two(divisor):
         target.mul_(1.0 / divisor)  # exact for a power of two, and four times as fast
     elif target.is_cuda:
         # CUDA turns a division by a plain number into a product: other bits than on the host.

@@ -178,6 +178,11 @@ class RunFolder:
         """Where the agents of this machine are found; each machine has its own, should they share a disk."""
         return self.path / f"agent-{machine}.json" if machine else self.agent
 
+    def machines(self) -> list[int]:
+        """Whose agents can be found through this folder: of all machines, where they share it."""
+        names = [path.stem for path in self.path.glob("agent*.json")]
+        return sorted(int(name.removeprefix("agent").lstrip("-") or 0) for name in names)
+
     def secret_of(self, machine: int) -> Path:
         return self.path / f"secret-{machine}" if machine else self.secret
 

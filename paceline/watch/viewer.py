@@ -36,7 +36,8 @@ class Viewer:
         self._board: Board | None = None
         self._members: list[int] = []
         self._link = LeaderLink(place.address, place.secret, messages.Watch(), self._fence, _LOST_S)
-        self._interrupts = self._answered = 0
+        self._interrupts = self._told = self._acknowledged = 0
+        """How often Ctrl-C was pressed, and told to the leader, and how often that has said that it knows."""
         self._told_stop = False
         self._leader = -1
         self._failure: dict[str, Any] | None = None
@@ -51,8 +52,8 @@ class Viewer:
             while self._exit_code is None:
                 self._listen()
                 self._follow()
-                if self._interrupts > self._answered:
-                    self._answer_interrupt()
+                if self._interrupts > self._told:
+                    self._tell_interrupt()
             self._wait_for_leader()
             self._follow(last=True)
             return self._tell_end(self._exit_code)
@@ -76,18 +77,23 @@ class Viewer:
         """What the leader says; for a tick, if it says nothing."""
         try:
             if self._link.stale:
-                self._link.close()
+                self._hang_up()
             if not self._link.connected:
                 self._connect()
             if select.select([self._link.fileno()], [], [], _TICK_S)[0]:
                 self._take(*self._link.receive())
             self._heard = time.monotonic()
         except OSError:
-            self._link.close()
+            self._hang_up()
             time.sleep(_TICK_S)
             if self._exit_code is None and time.monotonic() - self._heard > _LOST_S:
                 self._tell_lost()
                 self._exit_code = 1
+
+    def _hang_up(self) -> None:
+        """What this leader has not said that it knows is told to the next one."""
+        self._link.close()
+        self._told = self._acknowledged
 
     def _tell_lost(self) -> None:
         log = self._folder.logs / "agent.log"
@@ -119,12 +125,14 @@ class Viewer:
         match message:
             case messages.Members(members):
                 self._members = members
+            case messages.Done():
+                self._acknowledged += 1
             case messages.Ended(code):
                 self._exit_code = code
 
-    def _answer_interrupt(self) -> None:
-        self._answered += 1
-        kill = self._answered > 1
+    def _tell_interrupt(self) -> None:
+        self._told += 1
+        kill = self._told > 1
         if not kill and not self._told_stop:
             self._told_stop = True
             self._terminal.notice("stopping after this step; press Ctrl-C again to kill")
@@ -133,16 +141,18 @@ class Viewer:
                 self._connect()
             self._link.send(messages.Stop(Stop.CTRL_C, kill))
         except OSError:
-            self._link.close()
-            self._answered -= 1  # there may be a new leader by the next tick
+            self._hang_up()  # there may be a new leader by the next tick
 
     # the folder
 
     def _follow(self, last: bool = False) -> None:
         for line in self._events.read():
             self._take_event(line)
-        if self._board is not None and self._members:
-            self._terminal.progress([self._board.see(number) for number in self._members])
+        if self._board is not None:
+            rows = [self._board.see(number) for number in self._members]
+            known = [row for row in rows if row.step]  # main may be on a machine of which this board has no rows
+            if known:
+                self._terminal.progress(known)
         if self._failure is None:
             self._follow_logs(last)
 

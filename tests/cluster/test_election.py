@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.election import Silence, Tenure
+from paceline.cluster.election import NOBODY, Silence, Tenure
 from paceline.cluster.store import Record
 
 _LEASE_S = 3.0
@@ -21,8 +21,8 @@ _PATIENCE_S = 1.5
 _DRIFT = 1e-3
 
 
-def _record(fence: int, beat: int) -> Record:
-    return Record(fence, 1, "", b"", beat)
+def _record(fence: int, beat: int, pid: int = 1) -> Record:
+    return Record(fence, pid, "", b"", beat)
 
 
 def test_a_candidate_waits_a_lease_of_silence() -> None:
@@ -32,6 +32,10 @@ def test_a_candidate_waits_a_lease_of_silence() -> None:
     assert not silence.saw(104.0, 104.1, _record(1, 8)), "a beat"
     assert not silence.saw(107.0, 108.0, _record(2, 8)), "another leader"
     assert silence.saw(111.0, 111.1, _record(2, 8))
+
+
+def test_a_candidate_does_not_wait_for_nobody() -> None:
+    assert Silence(3.0).saw(100.0, 100.4, _record(2, 7, NOBODY))
 
 
 def test_a_leader_counts_from_when_it_sent() -> None:
@@ -61,6 +65,7 @@ class World:
     now: float = 0.0
     fence: int = 0
     beat: int = 0
+    pid: int = 1
     leads: int = 0
     numbers: Iterator[int] = field(default_factory=itertools.count)
     coming: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -69,12 +74,13 @@ class World:
         heapq.heappush(self.coming, (self.now + after_s, next(self.numbers), what))
 
     def read(self) -> Record:
-        return _record(self.fence, self.beat)
+        return _record(self.fence, self.beat, self.pid)
 
-    def lead(self, after: int) -> bool:
-        free = self.fence == after
-        self.fence, self.leads = self.fence + free, self.leads + free
-        return free
+    def lead(self, after: int, pid: int = 1) -> bool:
+        if self.fence != after:
+            return False
+        self.fence, self.pid, self.leads = after + 1, pid, self.leads + (pid != NOBODY)
+        return True
 
     def take_beat(self, fence: int) -> bool:
         self.beat += self.fence == fence
@@ -115,15 +121,17 @@ class Line:
 class Rules(NamedTuple):
     silence: type[Silence] = Silence
     tenure: type[Tenure] = Tenure
+    leaver_acts_on: bool = False
 
 
 _RIGHT = Rules()
 
 
 class Agent:
-    """Looks, leads, beats; freezes now and then between any two of these."""
+    """Looks, leads, beats, and leaves at times; freezes now and then between any two of these."""
 
-    def __init__(self, line: Line, freeze_s: float, rules: Rules) -> None:
+    def __init__(self, line: Line, freeze_s: float, leaves: float, rules: Rules) -> None:
+        self._leaves = leaves
         self._world, self._line, self._freeze_s, self._rules = line.world, line, freeze_s, rules
         world = line.world
         self._offset_s, self._speed = world.draw.uniform(-1e5, 1e5), 1 + world.draw.uniform(-_DRIFT, _DRIFT)
@@ -182,10 +190,18 @@ class Agent:
         if not self.leads:
             self.tenure, self._silence = None, self._rules.silence(_LEASE_S)
             self._go(self._look)
+        elif self._leaves and self._world.draw.random() < self._leaves:
+            self._leave()
         elif self.tenure is not None and self.tenure.is_due(self.clock):
             self._ask(lambda: self._world.take_beat(self.fence), self._beaten)
         else:
             self._go(self._serve, 0.1)
+
+    def _leave(self) -> None:
+        fence = self.fence
+        if not self._rules.leaver_acts_on:
+            self.tenure, self._silence = None, self._rules.silence(_LEASE_S)
+        self._ask(lambda: self._world.lead(fence, NOBODY), lambda sent, answer: self._serve())
 
     def _beaten(self, sent: float, answer: object) -> None:
         if answer is True and self.tenure is not None:
@@ -195,10 +211,12 @@ class Agent:
         self._go(self._serve, 0.1)
 
 
-def _live(seed: int, agents: int, delay_s: float, loss: float, freeze_s: float, rules: Rules = _RIGHT) -> int:
+def _live(
+    seed: int, agents: int, delay_s: float, loss: float, freeze_s: float, leaves: float = 0.0, rules: Rules = _RIGHT
+) -> int:
     """A hundred leases of it; how often the lead was taken. Fails where two have it at once."""
     world = World(random.Random(seed))
-    crowd = [Agent(Line(world, delay_s, loss), freeze_s, rules) for _ in range(agents)]
+    crowd = [Agent(Line(world, delay_s, loss), freeze_s, leaves, rules) for _ in range(agents)]
     while world.now < 100 * _LEASE_S:
         world.now, _, what = heapq.heappop(world.coming)
         what()
@@ -214,16 +232,24 @@ _WORLDS = {
     "delay_s": st.sampled_from([0.0, 0.2, 1.0]),
     "loss": st.sampled_from([0.0, 0.1, 0.5]),
     "freeze_s": st.sampled_from([0.0, 2.0, 10.0]),
+    "leaves": st.sampled_from([0.0, 0.05]),
 }
 
 
 @given(**_WORLDS)
-def test_never_two_within_their_tenure(seed: int, agents: int, delay_s: float, loss: float, freeze_s: float) -> None:
-    assert _live(seed, agents, delay_s, loss, freeze_s) >= 1
+def test_never_two_within_their_tenure(
+    seed: int, agents: int, delay_s: float, loss: float, freeze_s: float, leaves: float
+) -> None:
+    assert _live(seed, agents, delay_s, loss, freeze_s, leaves) >= 1
 
 
 def test_where_nothing_fails_one_leads_for_ever() -> None:
     assert _live(seed=1, agents=5, delay_s=0.0, loss=0.0, freeze_s=0.0) == 1
+
+
+def test_a_leader_that_leaves_is_followed_at_once() -> None:
+    """After two seconds on average; a lease is three."""
+    assert _live(seed=1, agents=5, delay_s=0.0, loss=0.0, freeze_s=0.0, leaves=0.05) > 100
 
 
 class _FromTheAnswer(Tenure):
@@ -256,10 +282,16 @@ class _Hasty(Silence):
 
 @pytest.mark.parametrize(
     "wrong",
-    [Rules(tenure=_FromTheAnswer), Rules(tenure=_ComesBack), Rules(tenure=_TooLong), Rules(silence=_Hasty)],
-    ids=["from the answer", "comes back", "too long", "hasty"],
+    [
+        Rules(tenure=_FromTheAnswer),
+        Rules(tenure=_ComesBack),
+        Rules(tenure=_TooLong),
+        Rules(silence=_Hasty),
+        Rules(leaver_acts_on=True),
+    ],
+    ids=["from the answer", "comes back", "too long", "hasty", "acts on"],
 )
 def test_a_wrong_rule_is_found_out(wrong: Rules) -> None:
     with pytest.raises(AssertionError, match="lead"):
         for seed in range(200):
-            _live(seed, agents=3, delay_s=1.0, loss=0.3, freeze_s=2.0, rules=wrong)
+            _live(seed, agents=3, delay_s=1.0, loss=0.3, freeze_s=2.0, leaves=0.01 * wrong.leaver_acts_on, rules=wrong)

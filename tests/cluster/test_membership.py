@@ -231,6 +231,15 @@ def test_scaling_down_keeps_main_and_scaling_up_starts_more() -> None:
     assert membership.pending == View(2, (0,))
 
 
+def test_leavers_stay_if_whoever_was_to_stay_dies() -> None:
+    membership = Membership.begin(wanted=4, starts_left=9)
+    membership.scale(1)
+    assert membership.died(0, "x") == [
+        Publish(View(3, (1, 2, 3)), False, "worker 0 x"),
+        Publish(View(4, (1,)), True, "worker 2, 3 leaves"),
+    ]
+
+
 def test_when_all_are_told_to_go_nobody_does() -> None:
     membership = Membership.begin(wanted=2, starts_left=9)
     membership.leave(0)

@@ -1,4 +1,4 @@
-"""Killing every process of a run at once: at any moment, or in the middle of a checkpoint's write."""
+"""Killing: one worker at a moment of its script; or every process at once, at any moment or in a checkpoint's write."""
 
 from __future__ import annotations
 
@@ -6,14 +6,28 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from paceline.faults.marked import VARIABLE, end_marked, marked
-from tests.end_to_end.launching import TIMEOUT_S, environment
+from tests.end_to_end.launching import COMMAND, TIMEOUT_S, environment
+
+DYING = """
+def at(moment):
+    if f"{run._session.worker}:{run.step}:{moment}" in orders:
+        os.kill(os.getpid(), 9)
+
+def dies_inside(name):
+    peers = run._stepper._peers
+    plain = getattr(peers, name)
+    def called(*arguments):
+        at(name)
+        return plain(*arguments)
+    setattr(peers, name, called)
+"""
+"""Of a script whose orders are WORKER:STEP:MOMENT: that worker dies there, or inside a call of its group."""
 
 
 class Doomed:
@@ -24,19 +38,7 @@ class Doomed:
         self._mark = f"doomed/{folder}"
         self.folder = folder / "runs" / "it"
         self._deadline = time.monotonic() + TIMEOUT_S
-        command = [
-            sys.executable,
-            "-m",
-            "paceline",
-            "run",
-            "--runs",
-            "runs",
-            "--name",
-            "it",
-            "-n",
-            str(workers),
-            *flags,
-        ]
+        command = [*COMMAND, "run", "--runs", "runs", "--name", "it", "-n", str(workers), *flags]
         with open(self._out, "wb") as out:
             self._command = subprocess.Popen(
                 [*command, str(script)],

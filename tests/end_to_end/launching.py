@@ -15,10 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.cluster.store import LocalStore
 from tests.leaks import end_processes_of
 
 TIMEOUT_S = 90
+COMMAND = [sys.executable, "-m", "paceline"]
+WAITS = "run.step >= 300"
+"""In scripts that wait at this step until they are let go."""
 
 HEAD = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -83,7 +88,7 @@ def paceline(*arguments: str, cwd: Path, timeout: float = TIMEOUT_S) -> subproce
     """The command to its end. A run outlives its terminal: one that takes too long is ended as a whole."""
     try:
         return subprocess.run(
-            [sys.executable, "-m", "paceline", *arguments],
+            [*COMMAND, *arguments],
             cwd=cwd,
             env=environment(),
             capture_output=True,
@@ -110,6 +115,17 @@ def launch(folder: Path, script: str | Path, *flags: str, args: tuple[str, ...] 
     summary_path = run_folder / "summary.json"
     summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
     return Result(done.returncode, done.stdout, done.stderr, run_folder, summary)
+
+
+def undisturbed(script: str, slots: int) -> Any:
+    """A fixture: what a run of one worker learns that waits for nothing."""
+
+    @pytest.fixture(scope="module")
+    def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+        folder, text = tmp_path_factory.mktemp("undisturbed"), script.replace(WAITS, "False")
+        return launch(folder, text, "-n", "1", "--slots", str(slots)).weights
+
+    return weights
 
 
 class Going:
@@ -167,11 +183,16 @@ class Going:
             os.kill(pid, by)
 
 
+def finish(run: Going) -> None:
+    """Let a script go that waits."""
+    (run.folder / "go").touch()
+
+
 @contextmanager
 def going(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> Iterator[Going]:
     path = write_script(folder, script)
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "run", "--runs", "runs", "--name", "it", *flags, str(path), *args],
+        [*COMMAND, "run", "--runs", "runs", "--name", "it", *flags, str(path), *args],
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

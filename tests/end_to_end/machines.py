@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.store import LocalStore
-from tests.end_to_end.launching import HEAD, PATIENCE_S, Going, environment, write_script
+from tests.end_to_end.launching import COMMAND, HEAD, PATIENCE_S, Going, environment, finish, write_script
 from tests.leaks import end_processes_of, processes_of
 
 if TYPE_CHECKING:
     from tests.network import Network
-
-COMMAND = [sys.executable, "-m", "paceline"]
 
 SCRIPT = (
     HEAD
@@ -76,6 +73,11 @@ class Spread(Going):
     def wait_for_event(self, name: str, **fields: Any) -> dict[str, Any]:
         return dict(self._wait(self.event(name, **fields), f"{name} {fields}"))
 
+    def wait_for_board(self, viewer: int) -> None:
+        """Until this process has been lent one: it watches."""
+        fds = Path(f"/proc/{viewer}/fd")
+        self._wait(lambda: any("memfd:" in os.readlink(fd) for fd in fds.iterdir() if fd.is_symlink()), "its board")
+
     def _wait(self, what: Callable[[], Any], words: str) -> Any:
         """The terminal may be gone with its machine: this waits for what should come, alone."""
         deadline = time.monotonic() + PATIENCE_S
@@ -118,6 +120,34 @@ class Spread(Going):
                 continue
         if machine:
             self.agents[machine - 1].kill()  # the command that waits there for the run's end
+
+    @contextmanager
+    def frozen_agents(self, machine: int) -> Iterator[None]:
+        """Both of them, as if the machine slept; its workers do not."""
+        self.wait_for(lambda: len(self.agents_of(machine)) == 2, "its standby")
+        frozen = self.agents_of(machine)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+
+
+def summary_of(run: Spread) -> dict[str, Any]:
+    """Let go, once the agents of the machines that are left have ended; the terminal may have died with the first one."""
+    finish(run)
+    for agent in run.agents:
+        assert agent.wait(60) == 0
+    return dict(json.loads((run.folder / "summary.json").read_text()))
+
+
+def one_of_each(run: Spread) -> list[int]:
+    """Never two leaders under one fence, never two views in one term; the fences."""
+    events = run.lines("events.jsonl")
+    fences = [event["fence"] for event in events if event["event"] == "leading"]
+    terms = [event["term"] for event in events if event["event"] == "view"]
+    assert len(set(fences)) == len(fences) and len(set(terms)) == len(terms), (fences, terms)
+    return fences
 
 
 def _command_of(pid: int) -> bytes:

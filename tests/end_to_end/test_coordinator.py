@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Going, ended, going, launch, paceline
+from tests.end_to_end.launching import HEAD, Going, ended, finish, going, paceline, undisturbed
 
 SCRIPT = (
     HEAD
@@ -28,14 +28,7 @@ for epoch in run.epochs(100):
             time.sleep(0.001)
 """
 )
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What an undisturbed run learns."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    text = SCRIPT.replace("run.step >= 300", "False")
-    return launch(folder, text, "-n", "1", "--slots", "4", name="clean").weights
+weights = undisturbed(SCRIPT, slots=4)
 
 
 def lead_on(run: Going) -> int:
@@ -44,10 +37,6 @@ def lead_on(run: Going) -> int:
     os.kill(run.leader, signal.SIGKILL)
     run.wait_for(lambda: run.leader == standby, "the standby's lead")
     return standby
-
-
-def finish(run: Going) -> None:
-    (run.folder / "go").touch()
 
 
 def test_three_leaders_in_a_row_and_a_worker_afterwards(tmp_path: Path, seed: int, weights: str) -> None:
@@ -85,6 +74,19 @@ def test_coordinator_and_worker_together(tmp_path: Path, weights: str) -> None:
     assert "agreed" in recovered["why"] and recovered["term"] == 2
 
 
+def test_the_death_of_a_spare_is_no_recovery(tmp_path: Path, weights: str) -> None:
+    """It carried no slots. It is followed by another one, which then stands for a worker that did."""
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--spares", "1") as run:
+        run.wait_for_step(10)
+        run.kill(2)
+        run.wait_for(run.event("worker started", worker=3), "another spare")
+        run.kill(1)
+        run.wait_for(run.event("joined", worker=3), "the spare")
+        finish(run)
+        result = ended(run)
+    assert result.weights == weights and result.summary["recoveries"] == 1
+
+
 def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str) -> None:
     with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--lease", "0.5") as run:
         run.wait_for_step(20)
@@ -99,6 +101,20 @@ def test_a_frozen_leader_is_followed_and_steps_down(tmp_path: Path, weights: str
         finish(run)
         result = ended(run)
     assert result.weights == weights
+
+
+def test_ctrl_c_is_said_again_to_the_next_leader(tmp_path: Path) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--lease", "0.5") as run:
+        run.wait_for_step(20)
+        run.wait_for_standby()
+        frozen = run.leader
+        os.kill(frozen, signal.SIGSTOP)
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for(run.event("stop asked for"), "the standby's answer")
+        os.kill(frozen, signal.SIGCONT)
+        run.wait_for(run.event("stepped down", fence=1), "the old leader's end")
+        finish(run)
+        assert ended(run).code == 130
 
 
 def test_the_standby_and_the_nursery_are_replaced(tmp_path: Path, weights: str) -> None:
@@ -225,3 +241,13 @@ def test_sigterm_is_a_clean_leave(tmp_path: Path, weights: str) -> None:
         finish(run)
         result = ended(run)
     assert result.weights == weights
+
+
+def test_sigterm_to_the_agent_of_the_only_machine_stops_the_run(tmp_path: Path) -> None:
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4") as run:
+        run.wait_for_step(10)
+        os.kill(run.leader, signal.SIGTERM)
+        run.wait_for(run.event("stop asked for"), "its answer")
+        finish(run)
+        result = ended(run)
+    assert result.code == 143 and "told to end (SIGTERM)" in result.summary["exit"]

@@ -7,21 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import launch
-from tests.end_to_end.machines import SCRIPT, Spread, spread
-from tests.end_to_end.test_store import one_of_each, summary_of
+from tests.end_to_end.launching import undisturbed
+from tests.end_to_end.machines import SCRIPT, Spread, one_of_each, spread, summary_of
 from tests.etcd import Etcd
 from tests.network import Network
 
 pytestmark = pytest.mark.needs_root
 FLAGS = ("-n", "3", "--slots", "6", "--lease", "3")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    text = SCRIPT.replace("run.step >= 300", "False")
-    return launch(folder, text, "-n", "1", "--slots", "6", name="clean").weights
+weights = undisturbed(SCRIPT, slots=6)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, Result, ended, launch
+from tests.end_to_end.launching import HEAD, Result, ended, launch, undisturbed
 from tests.end_to_end.machines import spread
 from tests.end_to_end.test_failures import left_processes
 
@@ -64,12 +64,7 @@ at("end")
 """
 )
 THREE = ("-n", "3", "--slots", "4")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What an undisturbed run learns."""
-    return launch(tmp_path_factory.mktemp("undisturbed"), SCRIPT, "-n", "1", "--slots", "4").weights
+weights = undisturbed(SCRIPT, slots=4)
 
 
 def raised(result: Result) -> list[tuple[int, int, int]]:
@@ -315,6 +310,7 @@ def test_in_a_flat_loop(tmp_path: Path) -> None:
 
 def test_in_a_flat_loop_on_all(tmp_path: Path) -> None:
     result = launch(tmp_path, FLAT, *ONE_SLOT_EACH, args=("any:18:forward",))
+    assert result.code == 1
     ends_with_the_second(tmp_path, result, 18, -1)
 
 

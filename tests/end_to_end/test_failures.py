@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import HEAD, environment, launch, write_script
+from tests.end_to_end.launching import BODY, HEAD, environment, launch, write_script
 from tests.leaks import shared_files
 
 FAILING = (
@@ -155,18 +155,7 @@ def test_a_wait_says_on_whom(tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once_do_not_collide(tmp_path: Path) -> None:
-    path = write_script(
-        tmp_path,
-        HEAD
-        + """
-run.prepare(model, optimizer, loader)
-for epoch in run.epochs(3):
-    for batch in loader:
-        for x, y in run.slots():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-""",
-    )
+    path = write_script(tmp_path, HEAD + BODY)
     command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--transport", "gloo", str(path)]
     both = [
         subprocess.Popen(

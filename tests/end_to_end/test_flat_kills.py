@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.killing import DYING
 from tests.end_to_end.launching import Result, ended, going, launch, paceline
 from tests.end_to_end.test_failures import left_processes
 
 EPOCHS, STEPS, SAMPLES = 8, 32, 8 * 97
 """Batches of 32, and a last one of a single sample: two slots have none of it."""
 
-SCRIPT = """
+SCRIPT = (
+    """
 import os, sys
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,11 +24,9 @@ import paceline
 
 width, loaders, *orders = sys.argv[1:]   # orders: WORKER:STEP:MOMENT dies there
 run, width = paceline.init(seed=3), int(width)
-
-def at(moment):
-    if f"{run._session.worker}:{run.step}:{moment}" in orders:
-        os.kill(os.getpid(), 9)
-
+"""
+    + DYING
+    + """
 g = torch.Generator().manual_seed(7)
 data = TensorDataset(torch.randn(97, 13, generator=g), torch.randint(0, 4, (97,), generator=g))
 loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=int(loaders))
@@ -36,14 +36,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 32)
 at("prepare")
 run.prepare(model, optimizer, scheduler, loader)
-
-def dies_inside(name):
-    peers = run._stepper._peers
-    plain = getattr(peers, name)
-    def called(*arguments):
-        at(name)
-        return plain(*arguments)
-    setattr(peers, name, called)
 
 def score(batch):
     at("evaluate")
@@ -71,6 +63,7 @@ for epoch in run.epochs(8):
 if run.is_main:
     (run.dir / "state").write_text(f"{run.state} {scheduler.get_last_lr()}")
 """
+)
 FLAT = ("-n", "3", "--slots", "3")
 SMALL = ("16", "0")
 LARGE = ("6000", "2")

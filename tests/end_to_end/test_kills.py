@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.killing import DYING
 from tests.end_to_end.launching import HEAD, Result, ended, going, launch
 from tests.end_to_end.test_failures import left_processes
 
 EPOCHS, STEPS, SAMPLES = 15, 60, 15 * 168
 SLOTS = ("--slots", "12")
 
-SCRIPT = """
+SCRIPT = (
+    """
 import hashlib, json, os, sys, time
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -26,11 +28,9 @@ import paceline
 size, loaders, *orders = sys.argv[1:]   # orders: WORKER:STEP:MOMENT dies there; hold:STEP:TERM waits for a newcomer
 #                                       until one is announced or has come, which makes it term TERM
 run = paceline.init(seed=5)
-
-def at(moment):
-    if f"{run._session.worker}:{run.step}:{moment}" in orders:
-        os.kill(os.getpid(), 9)
-
+"""
+    + DYING
+    + """
 class Noisy(Dataset):
     def __init__(self):
         g = torch.Generator().manual_seed(7)
@@ -52,14 +52,6 @@ held_out = DataLoader(TensorDataset(torch.randn(40, 13, generator=torch.Generato
 run.prepare(model, critic, optimizer, critic_optimizer, scheduler, loader)
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 run.register("ema", ema)
-
-def dies_inside(name):
-    peers = run._stepper._peers
-    plain = getattr(peers, name)
-    def called(*arguments):
-        at(name)
-        return plain(*arguments)
-    setattr(peers, name, called)
 
 def score(batch):
     at("evaluate")
@@ -113,6 +105,7 @@ if run.is_main:
     (run.dir / "learned.json").write_text(json.dumps(learned))
 at("finish")
 """
+)
 
 
 def learned(result: Result) -> dict[str, Any]:

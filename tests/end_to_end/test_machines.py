@@ -10,19 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import Result, ended, launch, paceline, write_script
-from tests.end_to_end.machines import COMMAND, SCRIPT, Spread, spread, start
-from tests.end_to_end.test_coordinator import finish
+from tests.end_to_end.launching import COMMAND, Result, ended, finish, launch, paceline, undisturbed, write_script
+from tests.end_to_end.machines import SCRIPT, Spread, one_of_each, spread, start
 
 FLAGS = ("--slots", "8", "--lease", "1.5")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What an undisturbed run learns on one machine."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    text = SCRIPT.replace("run.step >= 300", "False")
-    return launch(folder, text, "-n", "1", "--slots", "8", name="clean").weights
+weights = undisturbed(SCRIPT, slots=8)
 
 
 def completed(run: Spread) -> Result:
@@ -31,14 +23,6 @@ def completed(run: Spread) -> Result:
     for agent in run.agents:
         agent.wait(20)
     return result
-
-
-def one_view_a_term(result: Result) -> None:
-    """And one leader a fence: whoever wrote them."""
-    terms = [event["term"] for event in result.events() if event["event"] == "view"]
-    assert len(set(terms)) == len(terms), terms
-    fences = [event["fence"] for event in result.events() if event["event"] == "leading"]
-    assert len(set(fences)) == len(fences), fences
 
 
 @pytest.mark.parametrize(("workers", "machines"), [(2, 2), (4, 2), (5, 3)])
@@ -66,7 +50,7 @@ def test_a_worker_is_killed(tmp_path: Path, machine: int, seed: int, weights: st
         assert started is not None and started["machine"] == machine
         result = completed(run)
     assert result.weights == weights
-    one_view_a_term(result)
+    one_of_each(run)
 
 
 HELD = SCRIPT.replace(
@@ -100,7 +84,7 @@ def test_a_newcomers_donor_is_killed(tmp_path: Path, weights: str) -> None:
     assert re.search(
         r"OvertakenError: (the donor (is gone|has hung up)|worker \d, whom this newcomer followed)", log
     ), log
-    one_view_a_term(result)
+    one_of_each(run)
 
 
 def test_a_machine_is_lost_and_another_one_comes(tmp_path: Path, seed: int, weights: str) -> None:
@@ -118,7 +102,7 @@ def test_a_machine_is_lost_and_another_one_comes(tmp_path: Path, seed: int, weig
         result = completed(run)
         assert run.agents[1].returncode == 0
     assert result.weights == weights
-    one_view_a_term(result)
+    one_of_each(run)
 
 
 def test_the_agents_of_either_machine_are_killed(tmp_path: Path, weights: str) -> None:
@@ -139,26 +123,21 @@ def test_the_agents_of_either_machine_are_killed(tmp_path: Path, weights: str) -
         result = completed(run)
     assert result.weights == weights
     assert len(before.items() & kept.items()) == 3, "nobody else was started anew"
-    one_view_a_term(result)
+    one_of_each(run)
 
 
 def test_both_agents_of_a_machine_freeze_and_thaw(tmp_path: Path, weights: str) -> None:
     """Its connection has survived all the same; it joins anew, and its workers are others."""
     with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS) as run:
         run.wait_for_step(20)
-        run.wait_for(lambda: len(run.agents_of(1)) == 2, "its standby")
-        frozen = run.agents_of(1)
-        for pid in frozen:
-            os.kill(pid, signal.SIGSTOP)
-        run.wait_for(lambda: not run.workers_on(1), "the end of its workers")
-        for pid in frozen:
-            os.kill(pid, signal.SIGCONT)
+        with run.frozen_agents(1):
+            run.wait_for(lambda: not run.workers_on(1), "the end of its workers")
         run.wait_for(lambda: len(run.workers_on(1)) == 2, "workers on the machine that is back")
         for worker in run.workers_on(1):
             run.wait_for(run.event("joined", worker=worker), f"worker {worker}")
         result = completed(run)
     assert result.weights == weights
-    one_view_a_term(result)
+    one_of_each(run)
 
 
 def test_ctrl_c_while_machines_are_waited_for(tmp_path: Path) -> None:

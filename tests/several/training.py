@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -36,6 +37,16 @@ class Script:
     points: tuple[int, ...] = (4,)
     evaluates: bool = False
     sparse: bool = False
+
+    @staticmethod
+    def drawn(draw: random.Random, fewest: int, most: int) -> Script:
+        """Any, of so many steps."""
+        return Script(
+            steps=draw.randint(fewest, most),
+            points=draw.choice([(4,), (6,), (4, 4), (5, 3)]),
+            evaluates=draw.random() < 0.5,
+            sparse=draw.random() < 0.4,
+        )
 
 
 @dataclass

@@ -80,7 +80,8 @@ class Actor:
 @dataclass
 class Fault:
     """One of the workers is killed (perhaps one that leaves, a newcomer's donor, or a member that is none), or asked to
-    leave: at the event of this number, or when somebody first does this."""
+    leave, or the first half of them, main too, as if their machine were: at the event of this number, or when somebody
+    first does this."""
 
     at: int | str
     kind: str = "kill"
@@ -258,10 +259,11 @@ class World:
         membership = self.journal.membership
         well = [m for m in membership.settled.members if not self.actors[m].over]
         staying = [m for m in well if membership.standing[m] is Standing.MEMBER]
-        if fault.kind == "leave" and len(staying) > 1:
-            victim = self.random.choice(staying)
-            self.story.append(f"event {self.events}: worker {victim} shall leave")
-            self.follow_up(membership.leave(victim))
+        if fault.kind.startswith("leave") and len(staying) > 1:
+            half = staying[: len(staying) // 2]
+            for leaver in half if fault.kind == "leave together" else [self.random.choice(staying)]:
+                self.story.append(f"event {self.events}: worker {leaver} shall leave")
+                self.follow_up(membership.leave(leaver))
         if fault.kind.startswith("kill") and not self._finished:
             coming = [n for n, a in self.actors.items() if not a.over and n not in well]
             donors = {self.donor_of.get(number) for number in coming}

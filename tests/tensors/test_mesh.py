@@ -228,6 +228,7 @@ def test_one_who_refuses_for_a_while_is_called_again(doors: list[Listener]) -> N
     passed_on.start()
     doors[0].take(Call("group", 1), lambda: None).close()
     caller.join()
+    assert len(made) == 1
     made[0].close()
     passed_on.join()
     first.close()
