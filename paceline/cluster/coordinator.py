@@ -67,7 +67,7 @@ class Coordinator:
             case messages.Sizes(nbytes):
                 self._relay(lambda fleet: fleet.sized(nbytes))
             case messages.Filled(server, since):
-                self._relay(lambda fleet: fleet.filled(self.journal.role(worker)[1], server, since))
+                self._relay(lambda fleet: fleet.filled(server, since))
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)

@@ -53,13 +53,12 @@ class Fleet(msgspec.Struct):
         self._become(place(self.nbytes, self._servers, self.replicas, self.placement))
         return not self.placement.lost
 
-    def filled(self, by: int, server: int, since: dict[int, int]) -> None:
-        """A server holds all of these fragments now, by this primary's word; unless that is primary no more, or the other
-        has lost them again while it was said."""
+    def filled(self, server: int, since: dict[int, int]) -> None:
+        """A server holds all of these fragments now, unless it has lost them again while that was said."""
         assert self.placement is not None
         placement = self.placement
         for fragment, number in since.items():
-            if placement.copies[fragment].primary == by and self.since[fragment].get(server) == number:
+            if self.since[fragment].get(server) == number:
                 placement = placement.fill(fragment, server)
         self._become(balance(self.nbytes, self._servers, self.replicas, placement))
 

@@ -155,7 +155,9 @@ def test_the_bits_of_all_reduce(tmp_path: Path, workers: int, servers: int, undi
 
 def test_a_backward_of_the_script_s_own_behind_the_reduce_point(tmp_path: Path) -> None:
     """A penalty on the weights, say: every worker adds the same to the whole batch's gradient."""
-    script = HEAD + BODY.replace("optimizer.step();", "(0.1 * model[0].weight.square().sum()).backward(); optimizer.step();")
+    script = HEAD + BODY.replace(
+        "optimizer.step();", "(0.1 * model[0].weight.square().sum()).backward(); optimizer.step();"
+    )
     want = launch(tmp_path, script, "-n", "1", "--slots", "2", name="allreduce").weights
     result = launch(tmp_path, script, "-n", "2", "--slots", "2", "--strategy", "ps", name="ps")
     assert result.weights == want
@@ -308,7 +310,9 @@ HOWS = {
 def test_a_script_that_fails_ends_the_run(tmp_path: Path, how: str) -> None:
     words, code, cause = HOWS[how]
     who = "run._session.worker == 1" if how == "exits" else "True"
-    body = BODY.replace("for x, y in run.slots():", f"if run.step == 3 and {who}: {words}\n        for x, y in run.slots():")
+    body = BODY.replace(
+        "for x, y in run.slots():", f"if run.step == 3 and {who}: {words}\n        for x, y in run.slots():"
+    )
     result = launch(tmp_path, HEAD + "import sys\n" + body, *held(2, 2))
     assert result.code == code and cause in result.last_line, result.err
     assert left_processes(str(tmp_path)) == []
@@ -318,7 +322,7 @@ def test_a_checkpoint_is_resumed_with_other_workers_and_servers(tmp_path: Path, 
     """Everything was killed, servers too; so the state of their optimizers is the checkpoint's."""
     script = write_script(tmp_path, SCRIPT.replace("sys.argv[1]", "'15'").replace("sys.argv[2]", "'40'"))
     doomed = Doomed(tmp_path, script, 2, [*PS, "--servers", "2", "--checkpoint-every", "7"])
-    doomed.wait_for(lambda: (doomed.folder / "checkpoints" / "step-00000028" / "manifest.json").exists())
+    doomed.wait_for((doomed.folder / "checkpoints" / "step-00000028" / "manifest.json").exists)
     doomed.kill()
     (doomed.folder / "go").touch()
     done = paceline("resume", "--runs", "runs", "it", "-n", "3", "--servers", "1", cwd=tmp_path)
