@@ -268,9 +268,16 @@ class Coordinator:
         self._folder.event("server ended", exit_words(code), server=server, exit_code=code)
         if number in self.journal.doomed or self.over:
             return
-        if code not in _KILLS or not self._spare_server(number, server, exit_words(code)):
-            text = f"{exit_words(code)}, and nobody else has all that it held"
-            self.fail(self.journal.name(number), text, exit_code=1 if code <= 0 else code, worker=number)
+        text = exit_words(code)
+        if code in _KILLS:
+            if self._spare_server(number, server, text):
+                return
+            copies = self.journal.fleet.replicas + (self.journal.fleet.wanted >= self.journal.fleet.replicas)
+            text += (
+                ", and nobody else has all that it held: begin with --checkpoint-every N and go on by `paceline resume`, or "
+                f"survive it with --servers {copies} --replicas {copies}"
+            )
+        self.fail(self.journal.name(number), text, exit_code=1 if code <= 0 else code, worker=number)
 
     def _spare_server(self, number: int, server: int, why: str) -> bool:
         """Whether the run goes on without this server; another one comes in its place."""
