@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
+from paceline.hooks import Hook
 from paceline.replica import Replica, load_optimizer
 from paceline.servers.calling import Reply
 from paceline.servers.carried import Carried, describe, hyper, refuse_closure
@@ -58,6 +59,8 @@ class ParameterServers(AllReduce):
         for number, optimizer in enumerate(replica.optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))
             optimizer.register_step_post_hook(partial(self._after_step, number))
+        for param in replica.params:
+            param.register_hook(Hook(partial(_before_adding, param)))
 
     def _build(self) -> None:
         super()._build()
@@ -300,3 +303,9 @@ class ParameterServers(AllReduce):
     def close(self) -> None:
         super().close()
         self._holders.close()
+
+
+def _before_adding(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """A backward of the script's own adds to what is there, and autograd looks at it without asking."""
+    if isinstance(param.grad, Fetched):
+        param.grad.fetch.now()
