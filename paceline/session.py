@@ -74,6 +74,11 @@ class Session:
         self.ticket: Ticket | None = ticket()
         flags = self.ticket.flags if self.ticket else {}
         self.settings, self.origins = merge(flags, arguments)
+        if self.ticket is not None and self.settings.servers != merge(flags, {})[0].servers:
+            raise UsageError(
+                f"{user_line()}: paceline.init() asks for servers, which are started before the script: give them to the "
+                f"command, paceline run --strategy {self.settings.strategy} --servers {self.settings.servers}"
+            )
         self.worker = self.ticket.worker if self.ticket else 0
         self.started = time.time()
         self._at = "starting"
@@ -312,8 +317,8 @@ class Session:
         return answer.value
 
     def servers(self) -> Directory:
-        """Where this run's servers are found. A run of one has its own, in this process."""
-        if self.ticket is None:
+        """Where this run's servers are found. A run of one has its own, in this process; so has one that will not train."""
+        if self.ticket is None or self.dry_run:
             from paceline.servers.direct import OwnServer
 
             return OwnServer()

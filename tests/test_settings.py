@@ -86,6 +86,30 @@ def test_wrong_values_are_refused_with_a_way_out(flags: dict[str, object], says:
         merge(flags, {})
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"servers": 2}, r"--servers 2: --strategy allreduce has none; leave it out, or pass --strategy ps"),
+        ({"servers": 2, "strategy": "allreduce"}, r"--strategy allreduce has none"),
+        ({"strategy": "ps", "servers": -1}, r"--servers must be 0 or more; it is -1"),
+        ({"strategy": "ps", "replicas": 0}, r"--replicas must be 1 or more; it is 0"),
+        ({"strategy": "ps", "servers": "two"}, r"--servers must be a number; it is 'two'"),
+        ({"strategy": "pss"}, r"unknown strategy 'pss'; there are: .*ps \(.*did you mean 'ps'\?"),
+        ({"strategy": "ps", "listen": "10.0.0.1"}, r"--strategy ps is for one machine; leave --listen out"),
+        ({"strategy": "ps", "listen": "10.0.0.1", "machines": 2, "workers": 2}, r"--strategy ps is for one machine"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        merge(flags, {})
+
+
+def test_a_strategy_at_servers_has_one_unless_told_otherwise() -> None:
+    assert merge({"strategy": "ps"}, {})[0].servers == 1
+    assert merge({"strategy": "ps", "servers": 3}, {})[0].servers == 3
+    assert merge({}, {})[0].servers == 0
+
+
 def test_an_unknown_argument_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"no setting 'sead'; there are: .*seed"):
         merge({}, {"sead": 1})

@@ -185,6 +185,19 @@ def test_plain_python(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
+def test_servers_that_the_script_asks_for_are_the_command_s_to_start(tmp_path: Path) -> None:
+    script = (HEAD + BODY).replace("init()", "init(strategy='ps', servers=2)")
+    result = launch(tmp_path, script, "-n", "2")
+    assert result.code == 2 and "paceline run --strategy ps --servers 2" in result.last_line, result.err
+    assert launch(tmp_path, script, "-n", "2", "--strategy", "ps", "--servers", "2", name="told").code == 0
+
+
+def test_a_dry_run_needs_no_servers(tmp_path: Path) -> None:
+    result = launch(tmp_path, HEAD + BODY, *held(2, 2), "--dry-run")
+    assert result.code == 0, result.err
+    assert "servers" in result.out and "ps" in result.out
+
+
 # deaths
 
 
