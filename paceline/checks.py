@@ -27,9 +27,10 @@ def between_points(stepper: Stepper, what: str) -> None:
         raise UsageError(f"{user_line()}: {what} inside the loop over run.slots(); move it one level out")
 
 
-def optimizer_steps(stepper: Stepper | None, closure: bool) -> None:
+def optimizer_steps(stepper: Stepper | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """optimizer.step() where no reduced gradient can be: say so instead of training apart."""
-    if stepper is not None and not stepper.alone and closure:
+    closure = len(args) > 1 or kwargs.get("closure")
+    if closure and stepper is not None and not stepper.alone:
         raise UsageError(
             f"{user_line()}: optimizer.step(closure) computes gradients out of reach of the other workers; only a run of "
             "one slot can use it (paceline run -n 1 --slots 1)"

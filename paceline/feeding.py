@@ -126,7 +126,7 @@ class Feeding:
         self._session.left = None
         self._terms.catching_up = False
         try:
-            while not self._stopping.reason and (feed.steps is None or number < feed.steps):
+            while not self._stopping.reason and ((steps := feed.steps) is None or number < steps):
                 stepper.flat.fill()
                 if stepper.mine != aimed:
                     aimed = stepper.mine
@@ -154,7 +154,7 @@ class Feeding:
         start = time.perf_counter()
         self._session.row.enter(Phase.DATA)
         batch = Batch(stepper, feed, epoch, number)
-        if feed.steps is None and not any(batch.sizes or [0]):
+        if batch.sizes is not None and not any(batch.sizes) and feed.steps is None:
             return None
         if stepper.active:
             raise UsageError(

@@ -44,6 +44,8 @@ class Flat:
 
     def __init__(self, stepper: Stepper, session: Session, strategy: Strategy) -> None:
         self._stepper, self._session, self._strategy = stepper, session, strategy
+        self.allowed = False
+        """Whether each worker has one slot."""
         self.known = False
         """The script has trained a step without run.slots()."""
         self._backwards = 0
@@ -61,11 +63,6 @@ class Flat:
         strategy.on_flat_backward(self._begins, self._ends)
 
     @property
-    def allowed(self) -> bool:
-        """Whether each worker has one slot."""
-        return self._stepper.slots == self._stepper.workers and not self._stepper.follows
-
-    @property
     def recovers(self) -> bool:
         """Whether the others can go on if this worker is lost now: where each has one share, not everywhere."""
         return not self.known or (self._backwards < 2 and not self._session.apart)
@@ -80,6 +77,7 @@ class Flat:
 
     def meet(self) -> None:
         """The view is another one."""
+        self.allowed = self._stepper.slots == self._stepper.workers and not self._stepper.follows
         if self._deal is not None:
             self._deal = dealt_anew(self._deal, self._session.view.members, self._stepper.slots)
 

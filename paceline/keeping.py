@@ -126,7 +126,7 @@ class Keeping:
         loader, number = (
             (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeding.feeds.index(batch.feed), batch.number)
         )
-        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run.is_main)
+        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run._session.is_main)
 
     # checkpoints
 

@@ -34,7 +34,8 @@ class _ScaleGrad(torch.autograd.Function):
 class Precision:
     def __init__(self, kind: str, device: torch.device) -> None:
         self.kind, self._device = kind, device
-        self.scale = 65536.0 if kind == "fp16" else 1.0
+        self.scales = kind == "fp16"
+        self.scale = 65536.0 if self.scales else 1.0
         self.skipped = 0
         self._good = 0
         self._open: list[Any] = []
@@ -44,10 +45,6 @@ class Precision:
 
     def restore(self, state: list[Any]) -> None:
         self.scale, self.skipped, self._good = state
-
-    @property
-    def scales(self) -> bool:
-        return self.kind == "fp16"
 
     def attach(self, model: nn.Module) -> None:
         if self.kind == "fp32":

@@ -147,7 +147,7 @@ class Run:
             return
         if isinstance(item, torch.optim.Optimizer):
             self._replica.optimizers.append(item)
-            item.register_step_pre_hook(self._guard_step)
+            item.register_step_pre_hook(lambda _, args, kwargs: checks.optimizer_steps(self._stepper, args, kwargs))
         elif isinstance(item, (LRScheduler, ReduceLROnPlateau)):
             self._replica.schedulers.append(item)
         elif isinstance(item, DataLoader):
@@ -293,7 +293,8 @@ class Run:
         self.terms.on_peers = [self._strategy.meet, stepper.meet]
         stepper.next_term = self.terms.next
         stepper.flat.refill = lambda: self.terms.refill(stepper.slots, self._keeping)
-        stepper.stop_code = self._stop_code
+        # The step of the reduce point in hand is not counted yet.
+        stepper.stop_code = lambda: self._stopping.code(stepper.step + 1, self.metrics)
         stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
@@ -309,15 +310,12 @@ class Run:
         """Ask for a stop that all workers agree on: training ends after the next step."""
         self._stopping.ask(reason)
 
-    def _stop_code(self) -> int:
-        """What this worker says about stopping at this reduce point, whose step is not counted yet."""
-        return self._stopping.code(self.step + 1, self.metrics)
-
     def _after_commit(self, codes: list[int]) -> None:
         self.terms.committed(self.step)
         if self._precision.scales:
             self._precision.after_commit(self._replica.params)
-        self._stopping.settle(codes, self.step)
+        if any(codes):
+            self._stopping.settle(codes, self.step)
 
     # what the script tells
 
@@ -351,9 +349,6 @@ class Run:
         if self._stepper is not None:
             checks.between_points(self._stepper, what)
         self._session.at = what
-
-    def _guard_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        checks.optimizer_steps(self._stepper, closure=bool(args[1:] or kwargs.get("closure")))
 
     def _warn(self, text: str) -> None:
         if self.is_main:

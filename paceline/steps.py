@@ -33,6 +33,8 @@ from paceline.timing import Gaps, TimeSplit
 STOP, DIGEST, TERM = range(3)
 TALLY = slice(3, 6)
 """Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
+_OWN = Share(0, NOTHING.ids)
+"""What is shown to a script that draws its own batches: the number of the share."""
 
 
 class Batch:
@@ -69,8 +71,8 @@ class Batch:
         return share.value
 
     def taken(self, slot: int) -> Taken:
-        """What a share that was drawn holds."""
-        share = self.loaded[slot]
+        """What a share holds, if it was drawn."""
+        share = self.loaded.get(slot)
         if share is None:
             return NOTHING
         return Taken(self.sizes[slot] if self.sizes is not None else leading_size(share.value), share.ids)
@@ -167,8 +169,9 @@ class Stepper:
     def begin(self, batch: Batch | None) -> None:
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
         self.leaves, self.in_hand, self.slot = self.slots, self.step, -1
-        self._strategy.begin_step()
-        if not self.flat.begin():
+        if not self.alone:
+            self._strategy.begin_step()
+        if self.alone or not self.flat.begin():
             self._seed_outside()
         self._row.enter(Phase.COMPUTE)
         self._mark = time.perf_counter()
@@ -187,13 +190,13 @@ class Stepper:
 
     def _over(self) -> None:
         self.active = False
-        self.flat.end()
+        if not self.alone:
+            self.flat.end()
 
     def _count_step(self) -> None:
         delivered: Tally | Loose | None = self._delivered
         if delivered is None:  # nobody was met: this worker's share is the batch
-            batch = self.batch
-            delivered = loose_tally(map(batch.taken, batch.loaded) if batch is not None else [own_draw(0)])
+            delivered = loose_tally(own_draw(0) if self.batch is None else self.batch.taken(0))
         self.samples += delivered.samples
         self.delivered(self.batch, delivered)
         self.step += 1
@@ -243,6 +246,28 @@ class Stepper:
         times = self._times_finer(leaves)
         if self._delivered is None:
             self.leaves = leaves
+        self.inside = True
+        try:
+            yield from self._whole() if self.alone and leaves == 1 else self._reduced(leaves, times)
+        except GeneratorExit:
+            self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
+            raise
+        finally:
+            self.inside = False
+
+    def _whole(self) -> Iterator[Any]:
+        """The only share of an only slot: its gradient is the batch's where autograd leaves it, and nobody is met."""
+        share = self.batch.share(0) if self.batch is not None else _OWN
+        if share is not None:
+            self.slot, begun = 0, time.perf_counter()
+            yield share.value
+            self._linger(begun)
+            self.slot = -1
+        self.call += 1
+        self.agreed_term = self._session.next_term
+
+    def _reduced(self, leaves: int, times: int) -> Iterator[Any]:
+        """This worker's shares of a point, whose gradients are folded; the reduce is behind the last one."""
         point = Point(self.step, self.call, leaves)
         self._session.at = point.words
         plan, members = self._open(point)
@@ -250,27 +275,20 @@ class Stepper:
         kept = len(plan.parts(self._peers.rank))
         # A script may use what it has computed for a share, so one who follows is shown one too.
         due = [0] if self.follows else plan.leaves_of(self._peers.rank)
-        self.inside = True
-        try:
-            while True:
-                for leaf in due:
-                    yield from self._share(leaf, times, only=leaves == 1)
-                try:
-                    self.commit(point)
-                    return
-                except TermEnded:
-                    # What the point's first members have computed stands; the lost ones' shares come here too.
-                    self.next_term()
-                    rest = self._passed_on(plan, members)
-                    due = self._strategy.carry_on(point, rest, kept)
-                    self.redone += len(due)
-                    mine = set(rest.leaves_of(self._peers.rank)) - set(due)
-                    self._taken = {leaf: taken for leaf, taken in self._taken.items() if leaf in mine}
-        except GeneratorExit:
-            self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
-            raise
-        finally:
-            self.inside = False
+        while True:
+            for leaf in due:
+                yield from self._share(leaf, times, only=leaves == 1)
+            try:
+                self.commit(point)
+                return
+            except TermEnded:
+                # What the point's first members have computed stands; the lost ones' shares come here too.
+                self.next_term()
+                rest = self._passed_on(plan, members)
+                due = self._strategy.carry_on(point, rest, kept)
+                self.redone += len(due)
+                mine = set(rest.leaves_of(self._peers.rank)) - set(due)
+                self._taken = {leaf: taken for leaf, taken in self._taken.items() if leaf in mine}
 
     def _open(self, point: Point) -> tuple[Plan, tuple[int, ...]]:
         """Begin a point: who takes which share, and who they are."""
@@ -308,13 +326,17 @@ class Stepper:
         begun = time.perf_counter()
         if weight:
             yield share
+        self._linger(begun)
         start = time.perf_counter()
-        slower = self._session.slower
-        if slower > 1.0:
-            time.sleep((slower - 1.0) * (start - begun))
         self._strategy.drop() if self.follows else self._strategy.fold(leaf)
         self.slot = -1
         self.split.communication += time.perf_counter() - start
+
+    def _linger(self, begun: float) -> None:
+        """Take longer over a share that was begun then: a fault on purpose."""
+        slower = self._session.slower
+        if slower > 1.0:
+            time.sleep((slower - 1.0) * (time.perf_counter() - begun))
 
     def _draw(self, leaf: int, times: int) -> tuple[Any, float]:
         """A share and its weight; the weight is 0 where there is no sample."""
@@ -348,21 +370,17 @@ class Stepper:
         """Meet the others at this point, with what was taken for it."""
         start, waited = time.perf_counter(), self._peers.waited_s
         self._row.enter(Phase.REDUCE)
-        quick = self.alone and point.leaves == 1  # nothing was met: the end of the step counts it
-        stop = 0 if quick else self.stop_code()
-        digest = 0 if quick else self.settings_digest()
         # A share counts once, however often the step shows it.
-        taken = tally(self._taken.values()) if self._delivered is None and not quick else NO_TALLY
-        lanes = [stop, digest, self._session.next_term, *taken]
+        taken = tally(self._taken.values()) if self._delivered is None else NO_TALLY
+        lanes = [self.stop_code(), self.settings_digest(), self._session.next_term, *taken]
         rows = self._strategy.commit(point, mix(1, point.step, point.call, point.leaves), lanes)
         self._compare(rows[:, DIGEST].tolist())
         self.agreed_term = int(rows[:, TERM].min())
         self.call += 1
-        if not quick:
-            if self._delivered is None:
-                self._delivered = Tally.total(rows[:, TALLY])
-            self._seed_outside()
-            self.committed(rows[:, STOP].tolist())
+        if self._delivered is None:
+            self._delivered = Tally.total(rows[:, TALLY])
+        self._seed_outside()
+        self.committed(rows[:, STOP].tolist())
         self._row.enter(Phase.COMPUTE)
         self._session.at = f"the code after step {point.step}'s gradients"
         wait = self._peers.waited_s - waited

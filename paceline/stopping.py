@@ -23,7 +23,8 @@ class Stopping:
     def __init__(self, session: Session, terms: Terms) -> None:
         self._session, self._terms = session, terms
         self._started = time.monotonic()
-        self._rules = StopRules.of(session.settings)
+        self._rules, self._grace = StopRules.of(session.settings), session.settings.grace
+        self._ruled = self._rules != StopRules()
         self._asked: str | None = None
         self._due: str | None = None
         self.reason: str | None = None
@@ -35,28 +36,27 @@ class Stopping:
 
     def code(self, steps: int, metrics: Mapping[str, float]) -> int:
         """What this worker says about stopping once so many steps are done; 0 if it wants to go on."""
-        # A target is worker 0's to decide: the others may log their own share's values.
-        mine = metrics if self._session.is_main else {}
-        self._due = self._rules.due(steps, time.monotonic() - self._started, mine)
+        if self._ruled:
+            # A target is worker 0's to decide: the others may log their own share's values.
+            mine = metrics if self._session.is_main else {}
+            self._due = self._rules.due(steps, time.monotonic() - self._started, mine)
         if self._asked:
             return _ASKED
         board = self._session.board
-        if board.stop:
-            return _FROM_OUTSIDE + board.stop
-        if board.unled_s > self._session.settings.grace:
+        if stop := board.stop:
+            return _FROM_OUTSIDE + stop
+        if board.unled_s > self._grace:
             return _ALONE
         return _RULE if self._due else 0
 
     def settle(self, codes: list[int], step: int) -> None:
-        """Every worker's code is known: if one wants to stop, all do. The first one gives the reason."""
-        if not any(codes):
-            return
+        """Every worker's code is known, and one wants to stop: all do. The first one gives the reason."""
         rank = next(rank for rank, code in enumerate(codes) if code)
         who = self._session.view.members[rank]
         if codes[rank] > _FROM_OUTSIDE:
             self.reason = Stop(codes[rank] - _FROM_OUTSIDE).words
         elif codes[rank] == _ALONE:
-            self.reason = f"no coordinator for {self._session.settings.grace:g} s"
+            self.reason = f"no coordinator for {self._grace:g} s"
         else:
             self.reason = self._asked or self._due or f"{_WORDS[codes[rank]]} on worker {who}"
         if self._session.is_main:
@@ -66,6 +66,6 @@ class Stopping:
         """At an epoch's end a wish to stop need not wait for another step; whether all stop."""
         code = self.code(step, metrics)
         codes = [raw[0] for raw in self._terms.gather(_EPOCH, lambda: bytes([code]))]
-        if not self.reason:
+        if any(codes) and not self.reason:
             self.settle(codes, step)
         return self.reason is not None

@@ -47,7 +47,8 @@ class Gaps:
         now = time.perf_counter()
         if self._mark is not None:
             gap = now - self._mark
-            self.longest_s = max(self.longest_s, gap)
+            if gap > self.longest_s:
+                self.longest_s = gap
             if len(self._last) < _LAST:
                 self._last.append(gap)
             else:

@@ -151,7 +151,8 @@ class Board:
     @property
     def stop(self) -> Stop:
         """A clean stop that was asked for."""
-        return Stop(self._words[_STOP])
+        asked = self._words[_STOP]
+        return Stop(asked) if asked else Stop.NONE  # an enum's call costs more than all else here
 
     @stop.setter
     def stop(self, value: Stop) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -24,13 +24,17 @@ class Seeded(Dataset[Any]):
 
     Seeding every generator for every sample costs more than many data sets do. So a share is fetched
     under a known seed first; if a generator was drawn from, the share is fetched again with a seed a
-    sample, and from then on all are.
+    sample, and from then on all are. What comes in one call (`__getitems__`, a collate_fn) has a seed of its
+    own each. Where the first share drew nothing at all, one known seed does for both, until something is drawn.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, collate: Callable[[Any], Any]) -> None:
+        self.inner, self._collate = inner, collate
         self._many = getattr(inner, "__getitems__", None)
         self._draws = False
+        """Whether fetching does."""
+        self._quiet: bool | None = None
+        """Whether neither fetching nor collating does, as far as is known; None before the first share."""
 
     def __getitem__(self, tagged: tuple[int, int]) -> Any:
         key, index = tagged
@@ -38,23 +42,54 @@ class Seeded(Dataset[Any]):
         return self.inner[index]
 
     def __getitems__(self, tagged: tuple[int, list[int]]) -> Any:
+        """A share, collated."""
         key, ids = tagged
-        samples = self._fetch(key, ids)
-        set_seed(mix(key, ids[0], _COLLATE))  # a collate_fn may draw too (masking, mixing)
-        return samples
+        if self._quiet:
+            set_seed(_KNOWN)
+            share = self._collate(self._plain(ids))
+            if next_draws() == _UNTOUCHED:
+                return share
+            self._quiet = False
+        samples, seed = self._fetch(key, ids), mix(key, ids[0], _COLLATE)
+        set_seed(seed)  # a collate_fn may draw too (masking, mixing)
+        share = self._collate(samples)
+        if self._quiet is None:
+            self._quiet = not (self._draws or _drawn_since(seed))
+        return share
 
     def _fetch(self, key: int, ids: list[int]) -> Any:
         if self._many is not None:
-            set_seed(mix(key, ids[0]))
-            return self._many(ids)
+            seed = mix(key, ids[0])
+            set_seed(seed)
+            samples = self._many(ids)
+            if self._quiet is None:
+                self._draws = _drawn_since(seed)
+            return samples
         if not self._draws:
             set_seed(_KNOWN)
-            inner = self.inner
-            samples = [inner[index] for index in ids]
+            samples = self._plain(ids)
             if next_draws() == _UNTOUCHED:
                 return samples
             self._draws = True
         return [self[key, index] for index in ids]
+
+    def _plain(self, ids: list[int]) -> Any:
+        """Under whatever seed there is."""
+        if self._many is not None:
+            return self._many(ids)
+        inner = self.inner
+        return [inner[index] for index in ids]
+
+
+def _drawn_since(seed: int) -> bool:
+    """Whether a generator was drawn from since this seed was set."""
+    now = next_draws()
+    set_seed(seed)
+    return now != next_draws()
+
+
+def _as_it_is(share: Any) -> Any:
+    return share
 
 
 def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -65,16 +100,19 @@ def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     return inner
 
 
-def with_sampler(loader: DataLoader[Any], sampler: Any, dataset: Any) -> DataLoader[Any]:
-    """A copy of the loader that draws its batches from `sampler`.
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """A copy of the loader that draws its batches from `sampler`, as keys and ids; the data set is `Seeded`.
 
     DataLoader forbids setting these names after construction, but says nothing about a copy's dict:
     a rebuilt loader would lose a subclass's own attributes.
     """
-    inner = copy_of(loader)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    inner, seeded = copy_of(loader), Seeded(loader.dataset, loader.collate_fn)
     # in_order=False would deliver whichever batch is ready first, under another one's name.
-    inner.__dict__.update({name: sampler, "dataset": dataset, "in_order": True})
+    inner.__dict__.update({"dataset": seeded, "in_order": True})
+    if loader.batch_sampler is None:
+        inner.__dict__["sampler"] = sampler
+    else:
+        inner.__dict__.update({"batch_sampler": sampler, "collate_fn": _as_it_is})
     return inner
 
 
@@ -87,5 +125,5 @@ def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Itera
         return
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     mine = list(source)[first::stride]
-    inner = with_sampler(loader, [(key, ids) for ids in mine], Seeded(loader.dataset))
+    inner = with_sampler(loader, [(key, ids) for ids in mine])
     yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)

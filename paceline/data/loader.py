@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.data.copies import ORIGINAL, Seeded, copy_of, with_sampler
+from paceline.data.copies import ORIGINAL, copy_of, with_sampler
 from paceline.data.dealing import Dealing
 from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
@@ -31,6 +31,7 @@ from paceline.data.random import set_seed
 from paceline.data.values import leading_size
 from paceline.errors import UsageError
 
+_END = object()
 _ITEM = 7  # keeps the seeds of items apart from those of steps and of collation
 
 
@@ -89,11 +90,10 @@ class _Aim:
     def _ask(self, asked: deque[tuple[tuple[int, int], Ids]]) -> Iterator[Any]:
         key = mix(self.seed, self.epoch, _ITEM)
         for step in range(self.first, self.shares.steps):
-            sizes = self.shares.sizes(self.epoch, step)
             for slot in self.slots:
-                if not sizes[slot]:
-                    continue
                 ids = self.shares.ids(self.epoch, step, slot)
+                if not len(ids):
+                    continue
                 asked.append(((step, slot), ids))
                 yield (key, int(ids[0])) if self._single else (key, ids.tolist())
 
@@ -113,7 +113,8 @@ class MapFeed:
         self.batch, self.dealing = loader.batch_size, dealing
         self._shares = shares
         self._aim = _Aim(shares, dealing.seed, single=loader.batch_sampler is None)
-        self._loader = with_sampler(loader, self._aim, Seeded(loader.dataset))
+        self._loader = with_sampler(loader, self._aim)
+        self._sized = not isinstance(shares, ItemShares)
         self._items: Iterator[Any] | None = None
         self._early: dict[tuple[int, int], Share] = {}
         self._dataset: Any = loader.dataset
@@ -130,16 +131,16 @@ class MapFeed:
         return self._shares.steps
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
-        return None if isinstance(self._shares, ItemShares) else self._shares.sizes(epoch, step)
+        return self._shares.sizes(epoch, step) if self._sized else None
 
     def share(self, epoch: int, step: int, slot: int) -> Share | None:
-        if self._items is None or not len(self._shares.ids(epoch, step, slot)):
+        if self._items is None or not self._shares.sizes(epoch, step)[slot]:
             return None
         if (step, slot) in self._early:
             return self._early.pop((step, slot))
         if slot not in self._aim.slots:
             return self._fetch(epoch, step, slot)
-        for item in self._items:
+        while (item := next(self._items, _END)) is not _END:
             place, ids = self._aim.asked.popleft()
             share = Share(item, ids)
             if place == (step, slot):

@@ -112,6 +112,7 @@ class BatchShares(Shares):
         self.order, self.batch, self.slots, self.split = order, batch, slots, split
         self.steps = order.n // batch if drop_last else -(-order.n // batch)
         self._full = split.cut(batch, slots)
+        self._full_sizes = [last - first for first, last in self._full]
         self._window: tuple[int, int, Ids] = (-1, 0, np.empty(0, dtype=np.int64))
 
     def _cut(self, step: int) -> list[Range]:
@@ -129,6 +130,8 @@ class BatchShares(Shares):
         return window[base - start + first : base - start + last]
 
     def sizes(self, epoch: int, step: int) -> list[int]:
+        if (step + 1) * self.batch <= self.order.n:
+            return self._full_sizes
         return [last - first for first, last in self._cut(step)]
 
 

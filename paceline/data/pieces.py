@@ -35,12 +35,10 @@ def tally(taken: Iterable[Taken]) -> Tally:
     return Tally.of(sum(part.samples for part in parts), [part.ids for part in parts])
 
 
-def loose_tally(taken: Iterable[Taken]) -> Tally | Loose:
+def loose_tally(taken: Taken) -> Tally | Loose:
     """Of a step in which nobody is met: a few ids are kept as they are, many are hashed now."""
-    parts = list(taken)
-    if len(parts) == 1 and 0 < len(parts[0].ids) <= _FEW:
-        return Loose(parts[0].samples, len(parts[0].ids), parts[0].ids)
-    return tally(parts)
+    count = len(taken.ids)
+    return Loose(taken.samples, count, taken.ids) if 0 < count <= _FEW else tally([taken])
 
 
 def cut_ids(share: Share, piece: int, pieces: int) -> Ids:

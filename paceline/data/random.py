@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 _cpu = torch.default_generator
+_python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
+_seed_python = super(random.Random, _python).seed
+_drawn = torch.empty((), dtype=torch.int64, device="cpu")
 
 IN_SHARE, OUTSIDE = 1, 2
 """Keep the seeds of shares and of the code around them apart."""
@@ -18,16 +22,16 @@ IN_SHARE, OUTSIDE = 1, 2
 def set_seed(seed: int, device: torch.device | None = None) -> None:
     """Seed every global generator a script may draw from (7 µs; torch.manual_seed alone is 110)."""
     _cpu.manual_seed(seed)
-    random.seed(seed)
+    _seed_python(seed)  # as random.seed does, which first looks at what kind of thing it was given
+    _python.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-def next_draws() -> tuple[int, float, float]:
+def next_draws() -> tuple[float, float, float]:
     """The next number of each generator: after a known seed, it tells whether anything was drawn."""
-    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=_cpu))
-    return drawn, random.random(), float(np.random.random())
+    return _drawn.random_(generator=_cpu).item(), random.random(), np.random.random()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)([map_tensors(item, change) for item in value])
     if isinstance(value, dict):
         changed = copy.copy(value)
         changed.update({key: map_tensors(item, change) for key, item in value.items()})
@@ -30,13 +30,11 @@ def place(value: Any, device: torch.device) -> Any:
     Vectorised kernels treat an unaligned head differently, so a share that happens to lie two bytes
     further in memory would give other bits.
     """
+    return map_tensors(value, _align if device.type == "cpu" else lambda tensor: tensor.to(device, non_blocking=True))
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if device.type != "cpu":
-            return tensor.to(device, non_blocking=True)
-        return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
-    return map_tensors(value, move)
+def _align(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 def leading_size(value: Any) -> int:

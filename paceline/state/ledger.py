@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import re
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ from paceline.data.dealing import Dealing
 from paceline.data.receipts import STEP, Receipt, Table, settled, table
 from paceline.watch.folder import write_atomically
 
-_RECORD = struct.Struct(f"<{len(Receipt._fields)}q")
+_RECORD_BYTES = 8 * len(Receipt._fields)
 _NAME = re.compile(r"lineage-(\d+)\.bin")
 _KEPT = 256
 """Receipts in the memory of each worker: for whoever becomes main, and for as long as a disk is full."""
@@ -110,8 +109,8 @@ class Ledger:
         try:
             if self._fd < 0:
                 self._open()
-            records = b"".join(_RECORD.pack(*receipt) for receipt in settled(self._recent))
-            at = self._start + (self._recent[0].step - self.head.first) * _RECORD.size
+            records = settled(self.recent).astype("<i8").tobytes()
+            at = self._start + (self._recent[0].step - self.head.first) * _RECORD_BYTES
             if os.pwrite(self._fd, records, at) < len(records):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -191,6 +190,6 @@ def _read(path: Path) -> Lineage:
         raise ValueError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    count = len(body) // _RECORD.size  # half a record at the end was never finished
+    count = len(body) // _RECORD_BYTES  # half a record at the end was never finished
     rows: Any = np.frombuffer(body, dtype="<i8", count=count * len(Receipt._fields)).reshape(count, -1)
     return Lineage(head, table(rows[rows.any(axis=1)]))

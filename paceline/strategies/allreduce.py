@@ -86,10 +86,6 @@ class AllReduce:
         if self._replica.thawed:
             self._replica.find_trainable()
             self._build()
-        # One share in the whole run: its gradient is the batch's, in place. Nothing to fold.
-        self._single = point.leaves == 1 and self._scaled is None
-        if self._single:
-            return
         self._reducer.open(plan, _LANES)
         mine = plan.leaves_of(self._peers.rank)
         self._call, self._last_leaf = point.call, mine[-1] if mine else -1
@@ -135,8 +131,6 @@ class AllReduce:
             self._overlap.weigh(weight)
 
     def fold(self, leaf: int) -> None:
-        if self._single:
-            return
         if self._kept and (self._weight or leaf == self._last_leaf):
             self._settle_rest(ran=bool(self._weight))
         grads: list[torch.Tensor | None] = [param.grad if self._weight else None for param in self._replica.params]
@@ -147,8 +141,6 @@ class AllReduce:
         self._share_done()
 
     def drop(self) -> None:
-        if self._single:
-            return
         if self._kept and self._weight:
             self._settle_rest(ran=True)
         with torch.no_grad():
@@ -176,8 +168,6 @@ class AllReduce:
         return None if index in self._kept else self._replica.params[index].grad
 
     def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
-        if self._single:
-            return np.array([lanes], dtype=np.int64)
         if self._kept:
             self._settle_rest(ran=False)  # this worker had no share of the point
         if self._overlap is not None:

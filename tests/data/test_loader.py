@@ -111,6 +111,46 @@ def test_a_list_of_samples_is_fetched_in_one_call_a_share() -> None:
     assert dataset.asked == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
 
 
+class Rarely(Augmented):
+    """Only sample 9 draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index == 9 else (torch.zeros(4), index)
+
+
+class RarelyMany(Rarely, Many):
+    pass
+
+
+def masks_rarely(samples: list[Any]) -> Any:
+    return own_collate(samples), random.random() if any(index == 9 for _, index in samples) else 0.0
+
+
+@pytest.mark.parametrize("collate", [None, masks_rarely])
+@pytest.mark.parametrize("dataset", [Rarely, RarelyMany])
+def test_a_first_draw_after_many_shares_without_one_follows_the_sample_too(
+    dataset: type[Augmented], collate: Any
+) -> None:
+    loader = DataLoader(dataset(), batch_size=4, collate_fn=collate)
+    whole = plain(steps_of(build_feed(loader, 1, EVEN, 3), range(1)))
+    later = plain(steps_of(build_feed(loader, 1, EVEN, 3), range(1), first=2))
+    assert whole[2:] == later, "a worker for whom it is the first share gets the same"
+    again = plain(steps_of(build_feed(loader, 1, EVEN, 4), range(1)))
+    assert [k for k in range(6) if whole[k] != again[k]] == [2], "another seed changes that share alone"
+
+
+def test_a_share_that_draws_nothing_is_fetched_and_collated_once() -> None:
+    dataset, collated = RarelyMany(8), []
+    dataset.asked = []
+
+    def collate(samples: list[Any]) -> Any:
+        collated.append(len(samples))
+        return samples
+
+    steps_of(build_feed(DataLoader(dataset, batch_size=4, collate_fn=collate), 1, EVEN, 0), range(1))
+    assert dataset.asked == [[0, 1, 2, 3], [4, 5, 6, 7]] and collated == [4, 4]
+
+
 def test_a_subset_is_a_data_set_like_another() -> None:
     loader = DataLoader(Subset(Augmented(), [3, 5, 7, 9, 11]), batch_size=4, collate_fn=lambda batch: batch)
     feed = build_feed(loader, 2, EVEN, 0)

@@ -107,6 +107,21 @@ for step in run.steps(6):
     assert {result.summary["samples"] for result in results} == {30}
 
 
+def test_a_step_of_one_share_reaches_the_workers_that_have_none(tmp_path: Path) -> None:
+    script = HEAD + (
+        """
+run.prepare(model, optimizer)
+for step in run.steps(5):
+    for share in run.slots(1):
+        ids = torch.randint(0, 96, (8,))
+        F.cross_entropy(model(data.tensors[0][ids]), data.tensors[1][ids]).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+    )
+    one, two = (launch(tmp_path, script, "-n", n, "--slots", "2", name=n) for n in ("1", "2"))
+    assert one.weights == two.weights and two.summary["samples"] == 5
+
+
 def test_slots_k_over_a_loader_cuts_finer(tmp_path: Path) -> None:
     script = HEAD + BODY.replace("run.slots()", "run.slots(8)")
     one, two = (launch(tmp_path, script, "-n", n, "--slots", "2", name=n) for n in ("1", "2"))
