@@ -86,9 +86,14 @@ class Viewer:
         except OSError:
             self._hang_up()
             time.sleep(_TICK_S)
-            if self._exit_code is None and time.monotonic() - self._heard > _LOST_S:
+            if self._exit_code is None and time.monotonic() - self._heard > _LOST_S and not self._is_led:
                 self._tell_lost()
                 self._exit_code = 1
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether somebody leads the run although nobody answers here: one that is cut off is busy, not gone."""
+        return self._board is not None and 0 < self._board.unled_s <= _LOST_S
 
     def _hang_up(self) -> None:
         """What this leader has not said that it knows is told to the next one."""
