@@ -29,12 +29,14 @@ from benchmarks.servers_sides import both, read, started
 from benchmarks.statistics import median_ratio
 from benchmarks.turns import Side
 from paceline.servers import kv
-from paceline.servers.calling import Line, dial
+from paceline.servers.calling import Lines, dial
 from paceline.tensors.channel import memory_of
 from paceline.tensors.streamed import tune
 
 MODES = ("push_then_pull", "push_pull", "push")
 LIMITS = {"shared": 0.45, "tcp": 0.85}
+CONNECTIONS = {"shared": 1, "tcp": 2}
+"""By two, one fragment is added while another one still comes."""
 RIVAL_LIMIT = 3.0
 WARM = 3
 """Rounds that are not counted."""
@@ -63,8 +65,8 @@ class Work:
 def ours(work: Work, carrier: str) -> Iterator[Callable[[], None]]:
     """A round with our server; what comes back is looked at once, at the end."""
     with started("server", carrier) as (address, secret):
-        line = Line(dial(address, secret, "worker"), kv.Replies)
-        keys = kv.Keys(line)
+        lines = Lines([dial(address, secret, "worker") for _ in range(CONNECTIONS[carrier])], kv.Replies)
+        keys = kv.Keys(lines)
         names = [f"fragment-{number}" for number in range(work.fragments)]
         for name, values in zip(names, work.out, strict=True):
             keys.push(name, torch.zeros_like(values), "assign").result()
@@ -89,7 +91,7 @@ def ours(work: Work, carrier: str) -> Iterator[Callable[[], None]]:
         for name in names:
             found = keys.pull(name).result().tensor
             assert found is not None and found.min() == found.max() == rounds
-        line.close()
+        lines.close()
 
 
 @contextmanager
@@ -149,16 +151,14 @@ def beside(work: Work, turns: int) -> bool:
             continue
         with tempfile.TemporaryDirectory() as folder, ours(work, "shared") as play:
             module = ["-m", "benchmarks.servers_sides", name]
-            roles = [["worker"], ["server"]] if name == "torch-rpc" else [[]]
-            sides = [
-                Side(f"{name}{'-'.join(['', *role])}", [*module, *role, *sizes, folder], Path(folder)) for role in roles
-            ]
-            rival = sides[0]
-            rival.name = name
+            role = ["worker"] if name == "torch-rpc" else []
+            sides = [Side(name, [*module, *role, *sizes, folder], Path(folder))]
+            if role:
+                sides.append(Side(f"{name}-server", [*module, "server", *sizes, folder], Path(folder)))
             mine, theirs = [], []
             try:
                 for _ in range(turns + 1):
-                    theirs.append(rival.take_turn())
+                    theirs.append(sides[0].take_turn())
                     mine.append(sorted(seconds(play) for _ in range(3))[1])
             finally:
                 for side in sides:

@@ -27,6 +27,7 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
         "wall_s": round(wall, 3),
         "samples_per_s": round(samples / training, 1) if training else 0.0,
         "workers": run.settings.workers,
+        "servers": run.settings.servers,
         "slots": run.settings.slots,
         "threads": run.settings.threads,
         "seed": run.settings.seed,

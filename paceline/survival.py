@@ -10,6 +10,8 @@ def words(transport: str, settings: Settings, machine: str) -> str:
 
     >>> words("shm", Settings(checkpoint_every=100), "node-1")
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
+    >>> print(words("shm", Settings(servers=1, checkpoint_every=100), "node-1"))
+    any process but a server may die; the run ends if a server dies: give --servers 2; then, or if the machine dies, `paceline resume` goes on from a checkpoint
     """
     if settings.store:
         first = "any process and any machine of this run may die; if all do,"
@@ -18,6 +20,8 @@ def words(transport: str, settings: Settings, machine: str) -> str:
             f"any process of this run may die, and any machine but {machine}: the run ends if {machine} dies "
             "(give --store etcd://…); then"
         )
+    elif transport == "shm" and (more := more_copies(settings)):
+        first = f"any process but a server may die; the run ends if a server dies: give {more}; then, or if the machine dies,"
     elif transport == "shm":
         first = "any process of this run may die; if the machine does,"
     else:
@@ -27,3 +31,30 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     if settings.checkpoint_every:
         return f"{first} `paceline resume` goes on from a checkpoint"
     return f"{first} it is lost: give --checkpoint-every N"
+
+
+def after_the_last_copy(settings: Settings, run: str, checkpointed: bool) -> str:
+    """What to do after a server's death that took the last copy of something.
+
+    >>> after_the_last_copy(Settings(servers=1), "mine", checkpointed=True)
+    '`paceline resume mine` goes on from the newest checkpoint; with --servers 2 it would have gone on by itself'
+    >>> after_the_last_copy(Settings(servers=3), "mine", checkpointed=False)
+    'it is lost, as no checkpoint was written: give --checkpoint-every N'
+    """
+    more = more_copies(settings)
+    if checkpointed:
+        by_itself = f"; with {more} it would have gone on by itself" if more else ""
+        return f"`paceline resume {run}` goes on from the newest checkpoint{by_itself}"
+    return f"it is lost, as no checkpoint was written: give {f'{more} or ' if more else ''}--checkpoint-every N"
+
+
+def more_copies(settings: Settings) -> str:
+    """The flags without which a server's death takes the only copy of what it held; or nothing.
+
+    >>> more_copies(Settings(servers=3, replicas=1)), more_copies(Settings(servers=2)), more_copies(Settings())
+    ('--replicas 2', '', '')
+    """
+    if not settings.servers:
+        return ""
+    short = [name for name in ("servers", "replicas") if getattr(settings, name) < 2]
+    return " ".join(f"--{name} 2" for name in short)

@@ -28,7 +28,19 @@ from paceline.watch.folder import RunFolder, new_id
 from paceline.watch.lines import aligned
 
 _OF_RUN = (
-    *("as_module", "slots", "threads", "seed", "strategy", "precision", "device", "share_gpus", "transport"),
+    *(
+        "servers",
+        "replicas",
+        "as_module",
+        "slots",
+        "threads",
+        "seed",
+        "strategy",
+        "precision",
+        "device",
+        "share_gpus",
+        "transport",
+    ),
     *("split", "steps", "epochs"),
 )
 """Options of `paceline run` that are handed on as they are."""
@@ -69,7 +81,13 @@ class _Draw:
 
     def plans(self, within: Range) -> dict[int, list[Fault]]:
         seeds = range(self.first_seed, self.first_seed + self.seeds)
-        return {seed: random_plan(seed, within, self.kinds, self.roles, self.most) for seed in seeds}
+        plans = {seed: random_plan(seed, within, self.kinds, self.roles, self.most) for seed in seeds}
+        if not any(plans.values()):  # only servers were asked for
+            raise UsageError(
+                f"--roles {','.join(self.roles)}: a run with --servers {within.servers} --replicas {within.replicas} "
+                "bears no server's death; pass --strategy ps --servers 2 --replicas 2, or more of them"
+            )
+        return plans
 
 
 @click.command(
@@ -92,6 +110,7 @@ def command(script: str, arguments: tuple[str, ...], workers: int, jobs: int, ru
 
     \b
     paceline rehearse train.py
+    paceline rehearse --strategy ps --servers 2 train.py
     paceline rehearse --seeds 10 --kinds kill,freeze -n 3 --steps 200 train.py --lr 0.1
 
     Every run must end with the weights, samples and steps of the first and leave no process behind.
@@ -105,8 +124,7 @@ def command(script: str, arguments: tuple[str, ...], workers: int, jobs: int, ru
     rehearsal = Rehearsal(folder, flags, [script, *arguments], verifies)
     with _ended_by_sigterm():
         reference = _reference(rehearsal)
-        within = Range(reference.summary["steps"], reference.seconds, workers)
-        plans = draw.plans(within)
+        plans = draw.plans(_range(rehearsal, reference, workers))
         verdicts: list[Verdict] = []
         try:
             _rehearse_all(rehearsal, reference, plans, jobs, verdicts)
@@ -137,6 +155,13 @@ def _reference(rehearsal: Rehearsal) -> Outcome:
         click.echo(rehearsal.output("reference").read_text(errors="replace"), err=True, nl=False)
         raise PacelineError("the run without faults failed (see above): nothing was rehearsed")
     return outcome
+
+
+def _range(rehearsal: Rehearsal, reference: Outcome, workers: int) -> Range:
+    run = RunFolder(rehearsal.folder / "reference")
+    settings = run.read_json(run.config).get("settings", {})
+    servers, replicas = (int(settings.get(name, 0)) for name in ("servers", "replicas"))
+    return Range(reference.summary["steps"], reference.seconds, workers, servers, replicas)
 
 
 def _rehearse_all(

@@ -73,7 +73,10 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @runs_option
 @click.option("--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print.")
 @click.option(
-    "--fault", "faults", multiple=True, help="Let something go wrong: 'kill worker:2 @step 120', 'kill main @time 20s'."
+    "--fault",
+    "faults",
+    multiple=True,
+    help="Let something go wrong: 'kill worker:2 @step 120', 'kill server:1 @time 20s'.",
 )
 @click.option("--dry-run", is_flag=True, help="Resolve the settings, print them with their origins, train nothing.")
 @click.argument("script")
@@ -108,8 +111,7 @@ def command(
     gpus = _gpus_for(merge(flags, {})[0])
     job = Job(script, list(arguments), as_module, flags, os.getcwd(), gpus, dry_run, list(faults))
     _check_spares(job)
-    for fault in faults:
-        Fault.parse(fault)
+    _check_faults(job)
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="paceline-dry-") as nowhere:
             return start(job, RunFolder.create(Path(nowhere), name), show)
@@ -232,6 +234,13 @@ def _gpus_for(settings: Settings) -> list[str]:
             "or --share-gpus to let several workers use one"
         )
     return gpus
+
+
+def _check_faults(job: Job) -> None:
+    for text in job.faults:
+        fault = Fault.parse(text)
+        if fault.role == "server" and not job.settings.servers:
+            raise UsageError(f"--fault {text!r}: this run has no servers; pass --strategy ps --servers 2")
 
 
 def _check_spares(job: Job) -> None:

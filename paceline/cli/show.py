@@ -12,6 +12,7 @@ import click
 from paceline.cli.options import runs_option
 from paceline.watch.folder import RunFolder
 from paceline.watch.lines import aligned, compact
+from paceline.watch.servers import servers_of
 from paceline.watch.terminal import counted, summary_rows
 
 
@@ -19,19 +20,22 @@ from paceline.watch.terminal import counted, summary_rows
 @runs_option
 @click.argument("run")
 def command(run: str, runs: Path) -> None:
-    """Show one run: its result, its settings with their origins, its events.
+    """Show one run: its result, its settings with their origins, what became of its servers, its events.
 
     RUN is a run's id, the beginning of one, or 'last'.
     """
     folder = RunFolder.find(runs, run)
     summary, config = folder.read_json(folder.summary), folder.read_json(folder.config)
     settings, origins = config.get("settings", {}), config.get("origins", {})
-    of_settings = {name: settings[name] for name in ("workers", "slots", "threads", "strategy") if name in settings}
+    of_settings = {
+        name: settings[name] for name in ("workers", "servers", "slots", "threads", "strategy") if name in settings
+    }
     known = {"exit": "running, or lost", **of_settings, **summary}
     table = [("setting", "value", "from"), *((k, str(v), origins.get(k, "")) for k, v in settings.items())]
     parts: list[Sequence[Sequence[str]]] = [
         summary_rows(known, str(folder.path)),
         table if settings else [],
+        *servers_of(folder.read_lines(folder.events)),
         timeline(folder.read_lines(folder.events)),
     ]
     click.echo("\n\n".join("\n".join(aligned(part)) for part in parts if part))
@@ -39,13 +43,15 @@ def command(run: str, runs: Path) -> None:
 
 @dataclass
 class _Told:
-    """Events that say the same of several workers, one right after the other."""
+    """Events that say the same of several workers or servers, one right after the other."""
 
     at: float
     event: str
     why: str
     who: str
-    workers: list[int] = field(default_factory=list)
+    role: str = ""
+    numbers: list[int] = field(default_factory=list)
+    """Of whom it is told, if `who` does not say."""
 
 
 def timeline(events: Iterable[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -53,34 +59,38 @@ def timeline(events: Iterable[dict[str, Any]]) -> list[tuple[str, str, str, str]
     told: list[_Told] = []
     for event in events:
         new = _told(event)
-        if told and new.workers and told[-1].workers and _same(told[-1], new):
-            told[-1].workers += new.workers
+        if told and new.numbers and told[-1].numbers and _same(told[-1], new):
+            told[-1].numbers += new.numbers
         else:
             told.append(new)
-    return [(f"{t.at - told[0].at:7.1f} s", t.event, t.who or _names(t.workers), t.why) for t in told]
+    return [(f"{t.at - told[0].at:7.1f} s", t.event, t.who or _names(t.role, t.numbers), t.why) for t in told]
 
 
 def _same(one: _Told, other: _Told) -> bool:
-    return (one.event, one.why) == (other.event, other.why)
+    return (one.event, one.role, one.why) == (other.event, other.role, other.why)
 
 
 def _told(event: dict[str, Any]) -> _Told:
     name, lines = event["event"], str(event["why"]).splitlines()
-    why, who, worker = lines[0] if lines else "", "", event.get("worker")
-    workers = event.get("workers")
+    why, who, workers = lines[0] if lines else "", "", event.get("workers")
+    role = next((role for role in ("server", "worker") if event.get(role) is not None), "")
+    numbers = [int(event[role])] if role else []
     if isinstance(workers, list):
-        who = _names(workers)
+        who = _names("worker", workers)
     elif isinstance(workers, int):
         who = counted(workers, "worker")
-    if "term" in event:
-        why = f"term {event['term']}: {why}"
-    if worker is not None:
-        why = why.removeprefix(f"worker {worker}: ").removeprefix(f"worker {worker} ")
+    elif name == "layout":
+        who = _names("server", [int(server) for server in event.get("bytes", ())])
+    for version in ("term", "layout"):
+        if version in event:
+            why = f"{version} {event[version]}: {why}"
+    for number in numbers:
+        why = why.removeprefix(f"{role} {number}: ").removeprefix(f"{role} {number} ")
     if name == "finished":
         result = f"{counted(event['steps'], 'step')}, weights {event['weights_sha256'][:12]}"
         why = result if why == name else f"{why}; {result}"
-    return _Told(event["time"], name, why, who, [worker] if worker is not None else [])
+    return _Told(event["time"], name, why, who, role, numbers)
 
 
-def _names(workers: list[int]) -> str:
-    return f"worker{'s' * (len(workers) > 1)} {compact(sorted(workers))}" if workers else ""
+def _names(role: str, numbers: list[int]) -> str:
+    return f"{role}{'s' * (len(numbers) > 1)} {compact(sorted(numbers))}" if numbers else ""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline import survival
 from paceline.cluster import messages
 from paceline.cluster.blame import Raised, why_it_ends
 from paceline.cluster.board import Phase, Stop
@@ -63,11 +64,13 @@ class Coordinator:
                 self.save()
                 self.changed()
             case messages.ServerReady(address):
-                self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address))
+                why = f"{self.journal.name(worker)} is here"
+                self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address), why)
             case messages.Sizes(nbytes):
-                self._relay(lambda fleet: fleet.sized(nbytes))
+                self._relay(lambda fleet: fleet.sized(nbytes), "main has said what is to be held")
             case messages.Filled(server, since):
-                self._relay(lambda fleet: fleet.filled(server, since))
+                why = f"server {server} has all that {self.journal.name(worker)} copied to it"
+                self._relay(lambda fleet: fleet.filled(server, since), why)
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)
@@ -265,23 +268,28 @@ class Coordinator:
         self.journal.exits[number] = code
         self.save()
         _, server = self.journal.role(number)
-        self._folder.event("server ended", exit_words(code), server=server, exit_code=code)
-        if number in self.journal.doomed or self.over:
+        lost = number not in self.journal.doomed and not self.over
+        why = exit_words(code) if lost else "the run is over"
+        self._folder.event("server ended", why, server=server, exit_code=code, lost=lost)
+        if not lost:
             return
-        text = exit_words(code)
-        if code in _KILLS:
-            if self._spare_server(number, server, text):
-                return
-            copies = self.journal.fleet.replicas + (self.journal.fleet.wanted >= self.journal.fleet.replicas)
-            text += (
-                ", and nobody else has all that it held: begin with --checkpoint-every N and go on by `paceline resume`, or "
-                f"survive it with --servers {copies} --replicas {copies}"
-            )
-        self.fail(self.journal.name(number), text, exit_code=1 if code <= 0 else code, worker=number)
+        trace = _crash_trace(self._folder.log_of("server", server)) if code < 0 else ""
+        if code not in _KILLS:  # a mistake, which another server would only repeat
+            self.fail(self.journal.name(number), why, trace, code if code > 0 else 1, number)
+        elif not self._spare_server(number, server, why):
+            text = f"{why}, and no other server had a copy of all that it held; {self._way_out()}"
+            self.fail(self.journal.name(number), text, worker=number)
+
+    def _way_out(self) -> str:
+        address = self._folder.checkpoints
+        # Looking at an address of fsspec may take longer than this leader's lease; `paceline resume` will.
+        checkpointed = "://" in address or any(Path(address).glob("step-*"))
+        return survival.after_the_last_copy(self._job.settings, self._folder.id, checkpointed)
 
     def _spare_server(self, number: int, server: int, why: str) -> bool:
         """Whether the run goes on without this server; another one comes in its place."""
         fleet = self.journal.fleet
+        before = fleet.number
         if not fleet.died(server):
             return False
         words = f"{self.journal.name(number)} {why}"
@@ -290,21 +298,24 @@ class Coordinator:
             fleet.starts_left -= 1
             fresh = self.journal.add_server()
         self.save()
-        self._folder.event("layout", words, layout=fleet.number, notice=f"{words}; its copies take over")
+        moved = fleet.number > before
+        if moved:
+            self._folder.event("layout", words, **fleet.described(), notice=f"{words}; its copies take over")
         self.changed()
         if fresh is not None:
-            self._folder.event("starting a server", words, server=self.journal.role(fresh)[1])
+            notice = {} if moved else {"notice": f"{words}; another one starts"}
+            self._folder.event("starting a server", words, server=self.journal.role(fresh)[1], **notice)
             self.start(fresh)
         return True
 
-    def _relay(self, change: Callable[[Fleet], None]) -> None:
+    def _relay(self, change: Callable[[Fleet], None], why: str) -> None:
         """The fleet is another one, perhaps."""
         fleet = self.journal.fleet
         before = fleet.number
         change(fleet)
         self.save()
         if fleet.number > before:
-            self._folder.event("layout", "servers hold other fragments now", layout=fleet.number)
+            self._folder.event("layout", why, **fleet.described())
             self.changed()
 
     def _raised(self, worker: int, failed: messages.Failed) -> None:

@@ -36,15 +36,16 @@ def _exit_code(job: Job, folder: RunFolder, journal: Journal, board: Board) -> i
 
 def _tell_failure(folder: RunFolder, journal: Journal, failure: Failure) -> None:
     of_worker = failure.worker >= 0 and failure.exit_code != 2
+    role, index = journal.role(failure.worker)
     folder.event(
         "failed",
         f"{failure.who} {failure.text}",
-        worker=failure.worker,
+        **{role: index},
         exit_code=failure.exit_code,
         who=failure.who,
         text=failure.text,
         trace=failure.trace,
-        log=str(folder.log_of(*journal.role(failure.worker))) if of_worker else "",
+        log=str(folder.log_of(role, index)) if of_worker else "",
     )
 
 
@@ -57,6 +58,7 @@ def _write_summary(job: Job, folder: RunFolder, journal: Journal, board: Board, 
         "steps": max((row.step for row in rows), default=0),
         "samples": max((row.samples for row in rows), default=0),
         "workers": job.workers,
+        "servers": job.servers,
         "strategy": job.settings.strategy,
         "wall_s": round(time.time() - journal.started, 3),
     }

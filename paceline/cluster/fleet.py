@@ -6,6 +6,8 @@ which layout; a server that knows a newer one refuses it. Server numbers are nev
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from paceline.servers.goals import Server
@@ -61,6 +63,18 @@ class Fleet(msgspec.Struct):
             if self.since[fragment].get(server) == number:
                 placement = placement.fill(fragment, server)
         self._become(balance(self.nbytes, self._servers, self.replicas, placement))
+
+    def described(self) -> dict[str, Any]:
+        """The layout in numbers: the bytes of parameters that each server holds, those for which it is the primary, and the
+        fewest whole copies of a fragment."""
+        assert self.placement is not None
+        held, led = dict.fromkeys(sorted(self.addresses), 0), dict.fromkeys(sorted(self.addresses), 0)
+        for nbytes, copies in zip(self.nbytes, self.placement.copies, strict=True):
+            led[copies.primary] += nbytes
+            for server in copies.holders:
+                held[server] += nbytes
+        fewest = min((len(copies.whole) for copies in self.placement.copies), default=0)
+        return {"layout": self.number, "bytes": held, "leads": led, "copies": fewest}
 
     def _go_on(self) -> None:
         if not self.nbytes:

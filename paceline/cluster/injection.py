@@ -14,7 +14,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.S
 
 
 class Injection:
-    """`signal(worker, signum)` reaches a worker wherever it is."""
+    """`signal(number, signum)` reaches a worker or a server wherever it is."""
 
     def __init__(self, plan: Plan, node: Node, signal: Callable[[int, int], None]) -> None:
         self.plan, self._node, self._signal = plan, node, signal
@@ -27,23 +27,26 @@ class Injection:
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             step = max(self._board.see(number).step for number in range(self._board.workers))
-            self._folder.event("fault", action.why, worker=action.worker, step=step)
-            if action.role == "worker":
-                assert action.worker is not None
-                self._hit_worker(action, action.worker)
-            else:
+            whom = {action.role: action.number} if action.number is not None else {}
+            self._folder.event("fault", action.why, **whom, step=step)
+            if action.number is None:
                 self._hit(action)
+            elif action.role == "server":
+                self._hit_process(action, self._node.master.journal.servers[action.number])
+            else:
+                self._hit_process(action, action.number)
 
-    def _hit_worker(self, action: Action, worker: int) -> None:
+    def _hit_process(self, action: Action, number: int) -> None:
+        """A worker or a server, by its number in the journal."""
         match action.kind:
-            case "kill" if worker in self._crew.numbers:
-                self._crew.kill(worker)
+            case "kill" if number in self._crew.numbers:
+                self._crew.kill(number)
             case "kill" | "stop" | "continue":
-                self._signal(worker, _SIGNALS[action.kind])
+                self._signal(number, _SIGNALS[action.kind])
             case "cut" | "mend":
-                self._desk.cut(worker, action.kind == "cut")
+                self._desk.cut(number, action.kind == "cut")
             case "slow" | "unslow":
-                self._board.slow_down(worker, action.factor or 1.0 if action.kind == "slow" else 1.0)
+                self._board.slow_down(number, action.factor or 1.0 if action.kind == "slow" else 1.0)
 
     def _hit(self, action: Action) -> None:
         match action.role, action.kind:

@@ -202,7 +202,7 @@ class Leader:
             self._outposts.tell()
 
     def _signal(self, number: int, signum: int) -> None:
-        """To a worker, wherever it is."""
+        """To a worker or a server, wherever it is."""
         if number in self._crew.numbers:
             self._crew.signal(number, signum)
         elif self._outposts is not None:
@@ -276,7 +276,8 @@ class Leader:
         plan = self._injection.plan
         if plan.over:
             return
-        actions = plan.due(max(row.step for row in rows), seconds, [row.worker for row in rows])
+        members, servers = [row.worker for row in rows], sorted(self.journal.fleet.addresses)
+        actions = plan.due(max(row.step for row in rows), seconds, members, servers)
         if actions:
             self.journal.faults = plan.state()
             self._coordinator.save()  # first: the next leader must not be hit by the same fault

@@ -280,11 +280,12 @@ class Node:
         self.master.worker_ended(number, self.exits[number])
 
     def _see_frozen(self, now: float) -> None:
-        """A worker that is stopped for longer than its lease is evicted."""
+        """A worker or a server that is stopped for longer than its lease is evicted."""
         lease = self.job.settings.lease
         for worker in self.crew.frozen(now, lease):
             words = f"was frozen for {lease:g} s"
-            self.folder.event("evicted", f"it {words}", worker=worker.number)
+            role, index = self.master.journal.role(worker.number)
+            self.folder.event("evicted", f"it {words}", **{role: index})
             self.master.evict(worker.number, words)
 
     # the standby

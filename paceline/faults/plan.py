@@ -4,6 +4,7 @@
     freeze worker:1 @step 200 for 10s   SIGSTOP, and SIGCONT after that time
     cut worker:3 @step 300 for 8s       nobody reaches it, it reaches nobody
     slow worker:0 x4                    its computing takes four times as long
+    kill server:1 @step 120             a process that holds parameters
     kill coordinator @time 20s          the leading agent
 
 `Fault` is one such line, `Plan` says what to do now. A plan outlives its carrier: the leading agent may
@@ -13,17 +14,19 @@ be the one that is hit, and the next leader goes on from `Plan.state()`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, cast, get_args
 
 from paceline.errors import UsageError
 
 Kind = Literal["kill", "freeze", "cut", "slow"]
-Role = Literal["worker", "main", "coordinator", "standby", "nursery", "everything"]
+Role = Literal["worker", "server", "main", "coordinator", "standby", "nursery", "everything"]
 Deed = Literal["kill", "stop", "continue", "cut", "mend", "slow", "unslow", "pass"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ROLES: tuple[Role, ...] = get_args(Role)
+NUMBERED: tuple[Role, ...] = ("worker", "server")
+"""Of which there are several, told apart by a number."""
 
 HITS: dict[Kind, tuple[Role, ...]] = {
     "kill": ROLES,
@@ -33,6 +36,7 @@ HITS: dict[Kind, tuple[Role, ...]] = {
 }
 """Whom a kind can hit: only what speaks to others can be cut off, only what trains can be slowed."""
 
+_ROLE_WORDS = ", ".join(f"{role}:K" if role in NUMBERED else role for role in ROLES)
 _BEGINS: dict[Kind, Deed] = {"kill": "kill", "freeze": "stop", "cut": "cut", "slow": "slow"}
 _ENDS: dict[Kind, Deed] = {"freeze": "continue", "cut": "mend", "slow": "unslow"}
 _CARRIERS: tuple[Role, ...] = ("coordinator", "everything")
@@ -40,7 +44,7 @@ _CARRIERS: tuple[Role, ...] = ("coordinator", "everything")
 
 _NUMBER = r"\d{1,9}(?:\.\d{1,3})?"
 _FORM = re.compile(
-    r"(?P<kind>[a-z]+) +(?P<target>[a-z]+)(?::(?P<worker>\d{1,9}))?"
+    r"(?P<kind>[a-z]+) +(?P<target>[a-z]+)(?::(?P<number>\d{1,9}))?"
     rf"(?: +x(?P<factor>{_NUMBER}))?"
     rf"(?: +@(?:step +(?P<step>\d{{1,9}})|time +(?P<time>{_NUMBER})s))?"
     rf"(?: +for +(?P<for>{_NUMBER})s)?"
@@ -57,8 +61,8 @@ _EXAMPLES: dict[str, str] = {
 class Fault:
     kind: Kind
     role: Role
-    worker: int | None = None
-    """The number, where the role is worker."""
+    number: int | None = None
+    """Which one, where the role is worker or server."""
     step: int | None = None
     time_s: float | None = None
     """Since the run's start. Neither this nor a step: from the start."""
@@ -71,7 +75,7 @@ class Fault:
     def parse(text: str) -> Fault:
         """
         >>> Fault.parse("freeze  main @step 200 for 10.0s")
-        Fault(kind='freeze', role='main', worker=None, step=200, time_s=None, for_s=10.0, factor=None)
+        Fault(kind='freeze', role='main', number=None, step=200, time_s=None, for_s=10.0, factor=None)
         >>> str(Fault.parse("freeze  main @step 200 for 10.0s"))
         'freeze main @step 200 for 10s'
         """
@@ -83,11 +87,11 @@ class Fault:
         if found["kind"] not in KINDS:
             _refuse(text, f"{found['kind']!r} is none of {', '.join(KINDS)}", "kill")
         if found["target"] not in ROLES:
-            _refuse(text, f"{found['target']!r} is none of worker:K, {', '.join(ROLES[1:])}", found["kind"])
+            _refuse(text, f"{found['target']!r} is none of {_ROLE_WORDS}", found["kind"])
         fault = Fault(
             cast(Kind, found["kind"]),
             cast(Role, found["target"]),
-            None if found["worker"] is None else int(found["worker"]),
+            None if found["number"] is None else int(found["number"]),
             None if found["step"] is None else int(found["step"]),
             _seconds(found["time"]),
             _seconds(found["for"]),
@@ -100,8 +104,8 @@ class Fault:
 
     def _wrong(self) -> str:
         """What does not go together, in words; or nothing."""
-        if (self.role == "worker") != (self.worker is not None):
-            return "only a worker has a number" if self.worker is not None else "which worker?"
+        if (self.role in NUMBERED) != (self.number is not None):
+            return f"which {self.role}?" if self.number is None else f"only a {' or a '.join(NUMBERED)} has a number"
         if self.role not in HITS[self.kind]:
             return f"{self.kind} hits one of {', '.join(HITS[self.kind])}"
         if self.kind == "slow" and (self.factor is None or self.factor <= 1):
@@ -118,7 +122,7 @@ class Fault:
 
     @property
     def target(self) -> str:
-        return self.role if self.worker is None else f"{self.role}:{self.worker}"
+        return self.role if self.number is None else f"{self.role}:{self.number}"
 
     def __str__(self) -> str:
         words = [self.kind, self.target]
@@ -155,10 +159,10 @@ class Action:
     """One thing to do now. Every end (continue, mend, unslow) may be done twice without harm."""
 
     kind: Deed
-    """A "pass" is only to be told: the fault's worker is gone."""
+    """A "pass" is only to be told: whom the fault was for is gone."""
     role: Role
     """Never "main": that is a worker by the time it is hit."""
-    worker: int | None
+    number: int | None
     factor: float | None
     for_s: float | None
     """How long it will last, for whoever stops itself and needs somebody to wake it."""
@@ -172,7 +176,7 @@ class _Course:
 
     fault: str
     began_s: float | None = None
-    worker: int | None = None
+    number: int | None = None
     """Who was hit: the end must find the same one, whoever is main by then."""
     done: bool = False
 
@@ -182,16 +186,16 @@ class Plan:
     >>> plan = Plan([Fault.parse("freeze main @step 5 for 2s")])
     >>> plan.due(step=4, seconds=1.0, members=[0, 1])
     []
-    >>> [(action.kind, action.worker) for action in plan.due(step=5, seconds=1.2, members=[0, 1])]
+    >>> [(action.kind, action.number) for action in plan.due(step=5, seconds=1.2, members=[0, 1])]
     [('stop', 0)]
-    >>> [(action.kind, action.worker) for action in plan.due(step=5, seconds=3.3, members=[1])]
+    >>> [(action.kind, action.number) for action in plan.due(step=5, seconds=3.3, members=[1])]
     [('continue', 0)]
     """
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._courses = [_Course(str(fault)) for fault in faults]
-        self._highest = -1
-        """The highest number of a worker seen so far: numbers only grow, so one above it is yet to come."""
+        self._highest = dict.fromkeys(NUMBERED, -1)
+        """The highest number of each role seen so far: numbers only grow, so one above it is yet to come."""
         self._read()
 
     def _read(self) -> None:
@@ -200,13 +204,13 @@ class Plan:
     def state(self) -> dict[str, Any]:
         """Everything as plain JSON. Written down after `due` and before its actions are carried out:
         a leader that is killed by its own plan must not leave the same kill to the next one."""
-        return {"courses": [asdict(course) for course in self._courses], "highest": self._highest}
+        return {"courses": [asdict(course) for course in self._courses], "highest": dict(self._highest)}
 
     @staticmethod
     def restore(state: dict[str, Any]) -> Plan:
         plan = Plan([])
         plan._courses = [_Course(**course) for course in state["courses"]]
-        plan._highest = state["highest"]
+        plan._highest = dict(state["highest"])
         plan._read()
         return plan
 
@@ -215,44 +219,46 @@ class Plan:
         """Nothing will ever be due again."""
         return all(course.done for course in self._courses)
 
-    def due(self, step: int, seconds: float, members: Sequence[int]) -> list[Action]:
+    def due(self, step: int, seconds: float, members: Sequence[int], servers: Sequence[int] = ()) -> list[Action]:
         """What to do now, in this order; each is counted as done.
 
         `step`: how many steps some member has committed. `seconds`: since the run's start, also after
         a change of leader. `members`: the numbers of the workers in the run, main's first.
+        `servers`: the numbers of the servers that are there.
 
         Of the faults that hit whoever carries them out at most one is given, and last: what came
         after it would be lost.
         """
-        self._highest = max([self._highest, *members])
+        there: dict[Role, Sequence[int]] = {"worker": members, "server": servers}
+        for role, numbers in there.items():
+            self._highest[role] = max([self._highest[role], *numbers])
         pairs = list(zip(self._faults, self._courses, strict=True))
         actions = [_end(fault, course) for fault, course in pairs if _ends(fault, course, seconds)]
         own: list[Action] = []
         for fault, course in pairs:
             waits = course.began_s is None and not course.done
-            if not waits or not fault.reached(step, seconds) or not self._there(fault, members):
+            if not waits or not fault.reached(step, seconds) or self._to_come(fault, members):
                 continue
             if fault.role not in _CARRIERS:
-                actions.append(_begin(fault, course, seconds, members))
+                actions.append(_begin(fault, course, seconds, there))
             elif not own:
-                own.append(_begin(fault, course, seconds, members))
+                own.append(_begin(fault, course, seconds, there))
         return actions + own
 
-    def _there(self, fault: Fault, members: Sequence[int]) -> bool:
-        """Whether a fault that is due need not wait for its worker to come."""
+    def _to_come(self, fault: Fault, members: Sequence[int]) -> bool:
+        """Whether a fault that is due must wait for whom it hits."""
         if fault.role == "main":
-            return bool(members)
-        return fault.worker is None or fault.worker <= self._highest
+            return not members
+        return fault.number is not None and fault.number > self._highest[fault.role]
 
 
-def _begin(fault: Fault, course: _Course, seconds: float, members: Sequence[int]) -> Action:
-    if fault.worker is not None and fault.worker not in members:
+def _begin(fault: Fault, course: _Course, seconds: float, there: Mapping[Role, Sequence[int]]) -> Action:
+    if fault.number is not None and fault.number not in there[fault.role]:
         course.done = True
-        return Action(
-            "pass", "worker", fault.worker, None, None, f"{fault}: passed over, worker {fault.worker} is gone"
-        )
+        why = f"{fault}: passed over, {fault.role} {fault.number} is gone"
+        return Action("pass", fault.role, fault.number, None, None, why)
     course.began_s, course.done = seconds, fault.for_s is None
-    course.worker = members[0] if fault.role == "main" else fault.worker
+    course.number = there["worker"][0] if fault.role == "main" else fault.number
     return _action(_BEGINS[fault.kind], fault, course, str(fault))
 
 
@@ -269,4 +275,4 @@ def _end(fault: Fault, course: _Course) -> Action:
 
 def _action(deed: Deed, fault: Fault, course: _Course, why: str) -> Action:
     role: Role = "worker" if fault.role == "main" else fault.role
-    return Action(deed, role, course.worker, fault.factor, fault.for_s, why)
+    return Action(deed, role, course.number, fault.factor, fault.for_s, why)

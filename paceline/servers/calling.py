@@ -132,7 +132,6 @@ class Line:
 
     def _end(self, error: Exception) -> None:
         """Once: everybody who waits is told."""
-        self._channel.hang_up()
         with self._changed:
             if self._over:
                 return
@@ -140,6 +139,7 @@ class Line:
             lost = list(self._waiting)
             self._waiting.clear()
             self._changed.notify_all()
+        self._channel.hang_up()
         for call in lost:
             call.future.set_exception(ConnectionError(self._over))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from paceline.servers.pieces import LINE, Piece
 from paceline.tensors.layout import Layout
 
 MOST_BYTES = 4 << 20
@@ -19,19 +20,7 @@ LEAST_BYTES = 1 << 10
 """A fragment costs a message: smaller ones would balance better and travel worse."""
 ENOUGH = 24
 """So many fragments can be dealt to a few servers evenly, so small models are cut finer."""
-_STRETCH = 64
-"""A parameter is cut at multiples of so many elements."""
 _ALIGN_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [lo, hi) of a parameter's storage, at element `at` of their fragment."""
-
-    param: int
-    lo: int
-    hi: int
-    at: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ def _fragments(layout: Layout, tensors: Iterable[int], most_bytes: int, *, buffe
 
 def _stretches(layout: Layout, tensors: Iterable[int], most: int) -> Iterator[list[Piece]]:
     """The pieces of one fragment after the other, each as long as `most` elements allow."""
-    most = max(_STRETCH, most // _STRETCH * _STRETCH)
+    most = max(LINE, most // LINE * LINE)
     pieces: list[Piece] = []
     start = 0
     for tensor in tensors:
@@ -91,7 +80,7 @@ def _stretches(layout: Layout, tensors: Iterable[int], most: int) -> Iterator[li
             begin = place.offset + lo
             start = start if pieces else begin
             room = start + most - begin
-            hi = place.numel if place.numel - lo <= room else lo + room // _STRETCH * _STRETCH
+            hi = place.numel if place.numel - lo <= room else lo + room // LINE * LINE
             if lo < hi:
                 pieces.append(Piece(tensor, lo, hi, begin - start))
             if hi < place.numel:

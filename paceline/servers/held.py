@@ -17,7 +17,6 @@ from paceline.servers.fragments import Fragment
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Update, Value
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
-from paceline.servers.pieces import Piece
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
@@ -74,7 +73,7 @@ class Held:
         for carried in [] if fragment.buffers else optimizers:
             mine = {param for group in carried.groups for param in group.params}
             numbers = [k for k, piece in enumerate(fragment.pieces) if piece.param in mine]
-            pieces = [Piece(p.param, p.lo, p.hi) for p in (fragment.pieces[k] for k in numbers)]
+            pieces = [fragment.pieces[k] for k in numbers]
             memory = [self._memory(k, DTYPES[carried.laid[fragment.pieces[k].param].dtype]) for k in numbers]
             self._engines.append((numbers, Engine(carried, pieces, memory)))
 

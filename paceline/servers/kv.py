@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from paceline.servers.calling import Line, Lines, Reply
+from paceline.servers.calling import Lines, Reply
 from paceline.servers.serving import Answer, Caller
 from paceline.tensors.channel import memory_of
 
@@ -198,10 +198,12 @@ class Versioned(NamedTuple):
 
 
 class Keys:
-    """The tensors of a server, over a line to it. All calls go out at once and are done in their order."""
+    """The tensors of a server, over lines to it. Calls go out at once; those of one key are done in their order."""
 
-    def __init__(self, line: Line | Lines) -> None:
-        self._line = line
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._lanes: dict[str, int] = {}
+        """Keys are dealt out to the lines as they come."""
 
     def push(self, key: str, tensor: torch.Tensor, combine: str = "sum") -> Future[Versioned]:
         return self._push(key, tensor, combine, None, False)
@@ -209,7 +211,7 @@ class Keys:
     def pull(self, key: str, into: torch.Tensor | None = None, if_newer_than: int | None = None) -> Future[Versioned]:
         """Into a contiguous tensor on the host, if one of its size is given, which is nobody's until then."""
         message = Pull(key, 0 if if_newer_than is None else if_newer_than)
-        return _then(self._line.call(message, into=_memory(into)), partial(_versioned, into))
+        return self._call(key, message, (), into)
 
     def push_pull(
         self, key: str, tensor: torch.Tensor, combine: str = "sum", into: torch.Tensor | None = None
@@ -224,11 +226,14 @@ class Keys:
         if tensor.dtype not in _NAMES:
             raise ValueError(f"{key} is {tensor.dtype}; there are {', '.join(DTYPES)}")
         message = Push(key, _NAMES[tensor.dtype], tuple(tensor.shape), combine, pull)
-        return _then(self._line.call(message, memory_of(tensor), into=_memory(into)), partial(_versioned, into))
+        return self._call(key, message, (memory_of(tensor),), into)
 
-
-def _memory(into: torch.Tensor | None) -> memoryview | None:
-    return None if into is None else memory_of(into)
+    def _call(
+        self, key: str, message: Call, body: tuple[memoryview, ...], into: torch.Tensor | None
+    ) -> Future[Versioned]:
+        lane = self._lanes.setdefault(key, len(self._lanes))
+        memory = None if into is None else memory_of(into)
+        return _then(self._lines.call(message, *body, into=memory, lane=lane), partial(_versioned, into))
 
 
 def _versioned(into: torch.Tensor | None, reply: Reply) -> Versioned:

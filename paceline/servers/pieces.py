@@ -16,6 +16,8 @@ class Piece(msgspec.Struct, frozen=True, order=True, array_like=True):
     param: int
     lo: int
     hi: int
+    at: int = 0
+    """Where it begins in its fragment."""
 
     def fits(self, numel: int) -> bool:
         """Whether a parameter of this many elements can be cut so."""

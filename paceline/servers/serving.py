@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from paceline.cluster import wire
-from paceline.cluster.door import Arrival, Door, Secured
+from paceline.cluster.door import Arrival, Door, Refusals, Secured
 from paceline.errors import ResourceError
 from paceline.tensors import sharing
 from paceline.tensors.channel import Buffer, Channel, ChannelEnded
@@ -145,7 +145,8 @@ class Serving:
             for sock in listening
         ]
         self._lock = threading.Lock()
-        """Guards the next two."""
+        """Guards the next three."""
+        self._broken = Refusals()
         self._connections: dict[_Connection, threading.Thread] = {}
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -199,13 +200,20 @@ class Serving:
         except ChannelEnded:
             pass
         except (OSError, ValueError, ResourceError) as error:  # it broke off, or talks nonsense
-            if not self._closed:
-                _say(f"ended the connection from {connection.source}: {error}")
+            self._note(connection.source, str(error))
         except Exception:  # noqa: BLE001  a mistake of ours costs the connection it came up in
             traceback.print_exc()
         with self._lock:
             del self._connections[connection]
             connection.close()
+
+    def _note(self, source: str, why: str) -> None:
+        """Each source is told of once."""
+        with self._lock:
+            self._broken.note(source, why)
+            new = [] if self._closed else self._broken.untold()
+        for source, why in new:
+            _say(f"ended the connection from {source}: {why}")
 
 
 def _say(words: str) -> None:

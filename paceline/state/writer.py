@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
 from paceline.state.checkpoint import SHARD, Manifest, Shard, listed, name_of
+from paceline.state.checksum import Checksum
 from paceline.state.places import Draft, Place, place
 
-_PIECE = 1 << 20  # checksummed and written while it is still in the cache
+_PIECE = 8 << 20  # bytes: a disk's requests are up to some MB each
 _LOW_PRIORITY = 10
 
 
@@ -125,17 +125,17 @@ def _write_shards(draft: Draft, memory: memoryview) -> Iterator[Shard]:
         shard, file = memory[first : first + SHARD], f"state-{number:04d}.bin"
         pieces = _Checked(shard)
         draft.add(file, pieces)
-        yield Shard(file, len(shard), pieces.crc32)
+        yield Shard(file, len(shard), pieces.checksum.hex())
 
 
 class _Checked:
     """Memory in pieces; its checksum, once all have been taken."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory, self.crc32 = memory, 0
+        self._memory, self.checksum = memory, Checksum()
 
     def __iter__(self) -> Iterator[memoryview]:
         for first in range(0, len(self._memory), _PIECE):
             piece = self._memory[first : first + _PIECE]
-            self.crc32 = zlib.crc32(piece, self.crc32)
+            self.checksum.add(piece)
             yield piece

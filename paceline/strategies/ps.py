@@ -132,7 +132,7 @@ class ParameterServers(AllReduce):
     @staticmethod
     def _pieces_of(carried: Carried, fragment: Fragment) -> list[Piece]:
         mine = {param for group in carried.groups for param in group.params}
-        return [Piece(p.param, p.lo, p.hi) for p in fragment.pieces if p.param in mine and not fragment.buffers]
+        return [piece for piece in fragment.pieces if piece.param in mine and not fragment.buffers]
 
     def capture(self) -> dict[str, Any]:
         return {"count": self._count}

@@ -10,9 +10,11 @@ from click.testing import CliRunner, Result
 
 import paceline.cli.rehearse as verb
 from paceline.cli import cli
+from paceline.errors import UsageError
 from paceline.faults.judge import Outcome, Verdict, judge
 from paceline.faults.plan import Fault
 from paceline.faults.rehearsal import Rehearsal
+from paceline.watch.folder import RunFolder
 
 SUMMARY = {"weights_sha256": "ab" * 32, "samples": 1000, "steps": 100, "exit": "finished"}
 
@@ -25,7 +27,7 @@ def call(folder: Path, *arguments: str) -> Result:
     ("arguments", "says"),
     [
         (["--kinds", "kill,maim", "x.py"], "'maim' is none of kill, freeze, cut, slow"),
-        (["--roles", "server", "x.py"], "'server' is none of worker, main,"),
+        (["--roles", "agent", "x.py"], "'agent' is none of worker, server, main,"),
         (["-n", "1", "x.py"], "1 is not in the range x>=2"),
         ([], "Missing argument 'SCRIPT'"),
         (["--kinds", "slow", "--roles", "nursery", "x.py"], "--kinds slow can hit none of --roles nursery"),
@@ -37,6 +39,10 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, arguments: list[
     assert list(tmp_path.iterdir()) == []
 
 
+FLAGS = ["-n", "3", "--servers", "2", "--replicas", "1", "-m", "--slots", "6", "--strategy", "ps", "--share-gpus"]
+FLAGS += ["--steps", "9"]
+
+
 class Fake(Rehearsal):
     """Runs that come out as they should, except with seed 4."""
 
@@ -44,7 +50,7 @@ class Fake(Rehearsal):
         return Outcome(0, SUMMARY, 5.0)
 
     def rehearse(self, seed: int, faults: Sequence[Fault], reference: Outcome) -> Verdict:
-        assert list(self.flags) == ["-n", "3", "-m", "--slots", "6", "--share-gpus", "--steps", "9"]
+        assert list(self.flags) == FLAGS
         assert list(self.target) == ["pkg.train", "--steps", "a b"]
         return judge(reference.summary, Outcome(int(seed == 4), SUMMARY, 6.0), seed, faults)
 
@@ -53,7 +59,7 @@ def test_flags_are_handed_on_and_verdicts_told_in_the_order_of_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "Rehearsal", Fake)
-    flags = ["-n", "3", "--steps", "9", "-m", "--slots", "6", "--share-gpus", "--jobs", "3"]
+    flags = [*FLAGS, "--jobs", "3"]
     for first, code in ((1, 0), (3, 1)):
         runner = CliRunner()
         seeds = ["--seeds", "3", "--first-seed", str(first)]
@@ -63,3 +69,17 @@ def test_flags_are_handed_on_and_verdicts_told_in_the_order_of_seeds(
         rows = [line.split() for line in result.stdout.splitlines()]
         assert [words[0] for words in rows[1:4]] == [str(seed) for seed in range(first, first + 3)]
         assert ("pkg.train --steps 'a b'" in result.stdout) == ("exit code 1" in result.stdout) == bool(code)
+
+
+def test_only_servers_of_a_run_that_can_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is known from the run without faults: a script may say it too."""
+
+    def reference(self: Rehearsal) -> Outcome:
+        run = RunFolder.create(self.folder, "reference")
+        run.write_json(run.config, {"settings": {"servers": 1, "replicas": 2}})
+        return Outcome(0, SUMMARY, 5.0)
+
+    monkeypatch.setattr(Rehearsal, "reference", reference)
+    result = call(tmp_path, "--roles", "server", "--strategy", "ps", "x.py")
+    assert isinstance(result.exception, UsageError)
+    assert "--servers 1 --replicas 2 bears no server's death" in str(result.exception)

@@ -104,6 +104,27 @@ def test_a_death_reads_as_a_time_line() -> None:
     ]
 
 
+def test_the_death_of_a_server_reads_as_a_time_line() -> None:
+    told = timeline(
+        [
+            event(0.0, "worker started", "the run begins", worker=0, pid=10),
+            event(0.0, "server started", "it holds parameters", server=0, pid=11),
+            event(0.0, "server started", "it holds parameters", server=1, pid=12),
+            event(6.2, "server ended", "was killed by SIGKILL", server=1, exit_code=-9, lost=True),
+            event(6.2, "layout", "server 1 was killed by SIGKILL", layout=2, bytes={"0": 5}, leads={"0": 5}, copies=1),
+            event(6.2, "starting a server", "server 1 was killed by SIGKILL", server=2),
+            event(9.0, "failed", "server 0 was killed by SIGKILL", server=0),
+        ]
+    )
+    assert [row[1:] for row in told[1:]] == [
+        ("server started", "servers 0-1", "it holds parameters"),
+        ("server ended", "server 1", "was killed by SIGKILL"),
+        ("layout", "server 0", "layout 2: server 1 was killed by SIGKILL"),
+        ("starting a server", "server 2", "server 1 was killed by SIGKILL"),
+        ("failed", "server 0", "was killed by SIGKILL"),
+    ]
+
+
 def test_a_failure_names_its_worker_once_and_stays_on_one_line() -> None:
     rows = timeline([event(0, "failed", "worker 1: RuntimeError: a\nb", worker=1), event(1, "failed", "", worker=2)])
     assert [row[2:] for row in rows] == [("worker 1", "RuntimeError: a"), ("worker 2", "")]
@@ -133,6 +154,40 @@ def test_a_run_that_is_not_over_can_be_shown(tmp_path: Path) -> None:
     run.event("launched", "paceline run train.py", workers=1)
     shown = call("show", "--runs", str(tmp_path), "last").output
     assert "running, or lost" in shown and "0.0 s  launched  1 worker  paceline run train.py" in shown
+
+
+def test_the_servers_of_a_run_are_shown(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "mine")
+    run.event("launched", "paceline run train.py", workers=1)
+    run.event("server started", "it holds parameters", server=0, pid=11)
+    run.event("layout", "main has said it", layout=1, bytes={0: 2048}, leads={0: 1024}, copies=1)
+    shown = call("show", "--runs", str(tmp_path), "last").output
+    assert "\n\n1 server\n\n" in shown and "server  from   to  holds  answers for  end\n" in shown
+    assert "0       0.0 s      2 KiB  1 KiB\n" in shown and "failover" not in shown
+
+
+# logs
+
+
+def test_logs_of_one_worker_or_one_server(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "mine")
+    run.event("launched", "paceline run train.py", workers=1)
+    for role, number in (("worker", 0), ("worker", 1), ("server", 1)):
+        run.log_of(role, number).write_text(f"I am {role} {number}\n")
+
+    def logs(*flags: str) -> Result:
+        return call("logs", "--runs", str(tmp_path), *flags, "last")
+
+    assert logs().output.splitlines() == [
+        "server-1 │ I am server 1",
+        "worker-0 │ I am worker 0",
+        "worker-1 │ I am worker 1",
+    ]
+    assert logs("--server", "1").output == "I am server 1\n"
+    assert logs("--worker", "1").output == "I am worker 1\n"
+    assert "worker-0 │ " in logs("--worker", "0", "--server", "1").output
+    assert str(logs("--server", "0").exception) == "run mine has no server 0"
+    assert str(logs("--worker", "7").exception) == "run mine has no worker 7"
 
 
 # mistakes

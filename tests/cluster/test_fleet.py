@@ -247,3 +247,19 @@ def test_what_a_primary_filled_before_another_one_took_over_does_not_count() -> 
     assert fleet.placement.copies[0].primary == second and 3 not in fleet.placement.copies[0].whole
     fleet.filled(3, {0: fleet.since[0][3]})
     assert 3 in fleet.placement.copies[0].whole
+
+
+def test_a_layout_says_what_each_server_holds_and_how_many_copies_there_are() -> None:
+    fleet = Fleet(wanted=2, replicas=2)
+    for server in (0, 1):
+        fleet.came(server, f"address {server}")
+    fleet.sized([100, 60])
+    first = fleet.described()
+    assert first["bytes"] == {0: 160, 1: 160} and sorted(first["leads"].values()) == [60, 100]
+    assert (first["layout"], first["copies"]) == (1, 2)
+    assert fleet.died(1)
+    assert fleet.described() == {"layout": 2, "bytes": {0: 160}, "leads": {0: 160}, "copies": 1}
+    fleet.came(2, "address 2")
+    assert fleet.described()["copies"] == 1, "its copies are not filled yet"
+    fleet.filled(2, {fragment: since[2] for fragment, since in enumerate(fleet.since)})
+    assert fleet.described()["copies"] == 2 and fleet.described()["bytes"] == {0: 160, 2: 160}

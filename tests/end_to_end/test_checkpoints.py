@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.state.checkpoint import listed
+from paceline.state.snapshot import Snapshot
 from tests.end_to_end.killing import Doomed, unpublished
-from tests.end_to_end.launching import Result, launch, paceline, write_script
+from tests.end_to_end.launching import HEAD, Result, launch, paceline, write_script
 from tests.state.disk import small_disk
+from tests.tensors.arithmetic import same
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,6 +114,39 @@ def test_all_killed_inside_a_write_to_an_address(
     assert shown.returncode == 1 and "never finished" in shown.stdout
     assert "never finished" in resumed(tmp_path, 3, reference)
     assert paceline("checkpoints", "--runs", "runs", "it", "--check", cwd=tmp_path).returncode == 0
+
+
+def test_parameters_changed_through_data_early_in_the_next_step_are_not_in_it(tmp_path: Path) -> None:
+    """The checkpoint's thread does nothing before they are changed: what it copied then would be wrong, and no counter tells."""
+    script = write_script(
+        tmp_path,
+        """
+import threading
+from paceline.state.writer import Writer
+changed, write = threading.Event(), Writer._write
+Writer._write = lambda writer, *what: changed.wait(60) and write(writer, *what)
+"""
+        + HEAD.replace("13, 16", "13, 5000").replace("16, 4", "5000, 4")
+        + """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(1):
+    for batch in loader:
+        if run.step == 1:
+            torch.save([p.detach().clone() for p in model.parameters()], "before.pt")
+            for p in model.parameters():
+                p.data.clamp_(-0.01, 0.01)
+            changed.set()
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+""",
+    )
+    assert launch(tmp_path, script, "-n", "1", "--checkpoint-every", "1", "--keep", "9").code == 0
+    first = listed(str(next(tmp_path.glob("**/checkpoints"))))[0]
+    written = Snapshot.read(first.read()).tree["replica"]["tensors"]
+    before = torch.load(tmp_path / "before.pt")
+    assert first.step == 1 and max(tensor.abs().max() for tensor in before) > 0.01
+    assert all(same(one, other) for one, other in zip(written, before, strict=True))
 
 
 def test_a_full_and_a_read_only_disk_do_not_stop_a_run(

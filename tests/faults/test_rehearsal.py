@@ -45,6 +45,23 @@ def test_two_random_plans_of_kills(tmp_path: Path) -> None:
     assert left_processes(str(tmp_path)) == []
 
 
+def test_two_random_plans_with_servers(tmp_path: Path) -> None:
+    """Kills and freezes of servers and of those who use them: the bits of the run without faults."""
+    write_script(tmp_path, TRAINS)
+    done = paceline(
+        *("rehearse", "--seeds", "2", "--first-seed", "52", "-n", "2", "--slots", "4", "--jobs", "2"),
+        *("--strategy", "ps", "--servers", "2", "--kinds", "kill,freeze", "--roles", "server,worker,coordinator"),
+        *("--most", "3", "train.py"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "runs").glob("rehearse-*")
+    verdicts = json.loads((folder / "rehearsal.json").read_text())["verdicts"]
+    assert all(any("kill server" in fault for fault in verdict["faults"]) for verdict in verdicts), verdicts
+    assert "no violation" in done.stdout
+    assert left_processes(str(tmp_path)) == []
+
+
 MARK = "import os\nmark = os.environ['PACELINE_REHEARSAL']\n"
 CHANGES = f"""{MARK}{HEAD}{BODY}
 if mark.endswith("/seed-1"):

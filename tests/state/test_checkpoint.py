@@ -92,7 +92,7 @@ def test_a_checkpoint_under_another_ones_name_is_found(tmp_path: Path) -> None:
 
 
 def test_a_format_of_the_future_is_named() -> None:
-    raw = Manifest(1, 0.0, [Shard("a", 1, 2)], format=99).encode()
+    raw = Manifest(1, 0.0, [Shard("a", 1, "2")], format=99).encode()
     with pytest.raises(ValueError, match="format 99"):
         Manifest.decode(raw)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -11,6 +15,7 @@ import fsspec
 import pytest
 
 from paceline.errors import UsageError
+from paceline.state import places
 from paceline.state.checkpoint import listed, newest_good
 from paceline.state.writer import Writer
 from tests.state.disk import Disk, small_disk
@@ -82,6 +87,34 @@ def test_nothing_is_to_be_seen_before_it_is_published(tmp_path: Path) -> None:
     body.settled.set()
     writer.wait()
     assert steps(tmp_path) == [7] and asked.is_set() and told == [] and not writer.busy
+
+
+@pytest.mark.parametrize("refusing", [False, True])
+@pytest.mark.parametrize("shift", [0, 64])
+def test_a_body_is_whole_whether_or_not_it_can_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int, refusing: bool
+) -> None:
+    """On whole pages or not, with a tail that is no whole block, on a file system that can or cannot."""
+    memory = mmap.mmap(-1, 5 * mmap.PAGESIZE)
+    memory.write(random.Random(shift).randbytes(len(memory)))
+    body = Whole(b"")
+    body.memory = memoryview(memory)[shift : 3 * mmap.PAGESIZE + 1234]
+    asked, change = [], fcntl.fcntl
+
+    def may_refuse(fd: int, command: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            asked.append(flags)
+            if refusing:
+                raise OSError(errno.EINVAL, "cannot")
+        return change(fd, command, flags)
+
+    monkeypatch.setattr(places.fcntl, "fcntl", may_refuse)
+    told: list[str] = []
+    writer = Writer(str(tmp_path), 3, lambda: True, told.append)
+    writer.write(1, body)
+    writer.wait()
+    assert told == [] and asked
+    assert listed(str(tmp_path))[0].read() == body.memory
 
 
 @pytest.fixture

@@ -53,6 +53,9 @@ def test_the_final_table_counts_in_words() -> None:
     rows = dict(summary_rows(full, "runs/x"))
     assert rows["workers"] == "1 worker, 4 slots, 2 threads each, allreduce"
     assert rows["speed"] == "10 samples/s, 1.0 s in all"
+    rows = dict(summary_rows({**full, "servers": 2, "strategy": "ps"}, "runs/x"))
+    assert rows["workers"] == "1 worker, 2 servers, 4 slots, 2 threads each, ps"
+    assert "server" not in dict(summary_rows({**full, "servers": 0}, "runs/x"))["workers"]
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -1,0 +1,108 @@
+"""What became of a run's servers, from its events. Pure: events in, rows of words out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.cluster.memory import words
+
+Row = tuple[str, ...]
+
+
+@dataclass
+class _Server:
+    began: float
+    ended: float | None = None
+    end: str = ""
+    holds: int = 0
+    leads: int = 0
+
+
+@dataclass
+class _Failover:
+    """From a server's death until all copies are made good again."""
+
+    server: int
+    at: float
+    copies: int
+    """Of each fragment, before it."""
+    took_over: float | None = None
+    replacement: int | None = None
+    replaced: float | None = None
+    whole: float | None = None
+
+
+@dataclass
+class _Story:
+    servers: dict[int, _Server] = field(default_factory=dict)
+    failovers: list[_Failover] = field(default_factory=list)
+    copies: int = 0
+
+    def take(self, event: dict[str, Any]) -> None:
+        now, server = event["time"], event.get("server", -1)
+        match event["event"]:
+            case "server started":
+                self.servers[server] = _Server(now)
+                for failover in self.failovers:
+                    if failover.replacement == server:
+                        failover.replaced = now
+            case "server ended" if server in self.servers:
+                self.servers[server].ended, self.servers[server].end = now, event["why"]
+                if event["lost"]:
+                    self.failovers.append(_Failover(server, now, self.copies))
+            case "starting a server" if self.failovers:
+                self.failovers[-1].replacement = server
+            case "layout":
+                self._lay_out(now, event)
+
+    def _lay_out(self, now: float, event: dict[str, Any]) -> None:
+        for name, nbytes in event["bytes"].items():
+            if int(name) in self.servers:
+                self.servers[int(name)].holds, self.servers[int(name)].leads = nbytes, event["leads"][name]
+        for failover in self.failovers:
+            failover.took_over = failover.took_over or now
+            if failover.whole is None and event["copies"] >= failover.copies:
+                failover.whole = now
+        self.copies = max(self.copies, event["copies"])
+
+
+def servers_of(events: Iterable[dict[str, Any]]) -> list[list[Row]]:
+    """Tables: how many there were, each with what it held last, each failover. None, if there were no servers."""
+    start, story = 0.0, _Story()
+    for event in events:
+        start = start or event["time"]
+        if event["event"] == "launched":
+            story = _Story()  # a resumed run's servers are others, with the same numbers
+        story.take(event)
+    if not story.servers:
+        return []
+    lost = f", {len(story.failovers)} of them lost" if story.failovers else ""
+    count = len(story.servers)
+    head: list[Row] = [(f"{count} server{'s' * (count != 1)}{lost}",)]
+    servers: list[Row] = [("server", "from", "to", "holds", "answers for", "end")]
+    servers += [_server_row(number, server, start) for number, server in sorted(story.servers.items())]
+    failovers: list[Row] = [("failover", "at", "copies took over", "replacement", "all copies again")]
+    failovers += [_failover_row(failover, start) for failover in story.failovers]
+    return [head, servers, failovers] if story.failovers else [head, servers]
+
+
+def _server_row(number: int, server: _Server, start: float) -> Row:
+    to = "" if server.ended is None else f"{server.ended - start:.1f} s"
+    return (str(number), f"{server.began - start:.1f} s", to, words(server.holds), words(server.leads), server.end)
+
+
+def _failover_row(failover: _Failover, start: float) -> Row:
+    def after(when: float | None) -> str:
+        return "-" if when is None else f"+{when - failover.at:.2f} s"
+
+    came = "" if failover.replacement is None else f"server {failover.replacement} "
+    at = f"{failover.at - start:.1f} s"
+    return (
+        f"server {failover.server}",
+        at,
+        after(failover.took_over),
+        came + after(failover.replaced),
+        after(failover.whole),
+    )

@@ -1,0 +1,71 @@
+"""Faults on servers: who is hit, what the run says of it, and that its bits stay the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import BODY, HEAD, launch, paceline
+
+TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(25)")
+PS = ("-n", "2", "--strategy", "ps", "--servers", "2")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run without servers."""
+    return launch(tmp_path_factory.mktemp("reference"), TRAINS, "-n", "2").weights
+
+
+def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(tmp_path: Path, weights: str) -> None:
+    plan = ("kill server:0 @step 30", "kill coordinator @step 30", "kill server:0 @step 60")
+    done = launch(tmp_path, TRAINS, *PS, *(word for fault in plan for word in ("--fault", fault)))
+    assert done.summary["weights_sha256"] == weights, done.err
+    told = [(event["why"], event.get("server")) for event in done.events() if event["event"] == "fault"]
+    assert told == [(plan[0], 0), (plan[1], None), (f"{plan[2]}: passed over, server 0 is gone", 0)]
+    ends = [event["server"] for event in done.events() if event["event"] == "server ended"]
+    assert ends[0] == 0 and sorted(ends) == [0, 1, 2], "another one came in its place"
+    shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "3 servers, 1 of them lost" in shown
+    (failover,) = [line for line in shown.splitlines() if line.startswith("server 0 ")]
+    assert re.fullmatch(r"server 0  +[\d.]+ s +\+[\d.]+ s +server 2 \+[\d.]+ s +(\+[\d.]+ s|-)", failover), failover
+
+
+def test_a_server_that_is_frozen_for_longer_than_its_lease_is_evicted(tmp_path: Path, weights: str) -> None:
+    done = launch(tmp_path, TRAINS, *PS, "--lease", "0.5", "--fault", "freeze server:1 @step 30 for 30s")
+    assert done.weights == weights
+    (evicted,) = [event for event in done.events() if event["event"] == "evicted"]
+    assert (evicted["server"], evicted["why"]) == (1, "it was frozen for 0.5 s") and "worker" not in evicted
+
+
+def test_a_fault_for_servers_needs_some(tmp_path: Path) -> None:
+    done = launch(tmp_path, TRAINS, "-n", "2", "--fault", "kill server:0 @step 3")
+    assert done.code == 2 and done.last_line.endswith("this run has no servers; pass --strategy ps --servers 2")
+    assert not done.folder.exists()
+
+
+LOSES_ALL = ("-n", "2", "--strategy", "ps", "--fault", "kill server:0 @step 30")
+
+
+@pytest.mark.parametrize("flags", [("--servers", "1"), ("--servers", "2", "--replicas", "1")])
+def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = launch(tmp_path, TRAINS, *LOSES_ALL, *flags)
+    cure = "--servers 2" if "1" in flags[:2] else "--replicas 2"
+    assert f"the run ends if a server dies: give {cure}; then, or if the machine dies, it is lost" in done.err
+    assert done.code == 1 and done.last_line.startswith(
+        "paceline: server 0 was killed by SIGKILL, and no other server had a copy of all that it held; "
+        f"it is lost, as no checkpoint was written: give {cure} or --checkpoint-every N"
+    )
+
+
+def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
+    done = launch(tmp_path, TRAINS, *LOSES_ALL, "--servers", "1", "--checkpoint-every", "10")
+    assert (
+        done.code == 1 and "`paceline resume it` goes on from the newest checkpoint; with --servers 2" in done.last_line
+    )
+    again = paceline("resume", "it", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((done.folder / "summary.json").read_text())["weights_sha256"] == weights
