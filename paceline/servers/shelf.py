@@ -279,13 +279,21 @@ class Shelf:
     @contextmanager
     def _locked(self, fragments: Sequence[int]) -> Iterator[list[Held]]:
         """Fragments of which this server is the primary. Always in one order: two callers never wait for each other."""
-        for fragment in fragments:
-            self._backups(fragment)
-        helds = {fragment: self._made(fragment) for fragment in fragments}
+        with self._changed:
+            self._check_primary(fragments)
+            helds = {fragment: self._made(fragment) for fragment in fragments}
         with ExitStack() as stack:
             for fragment in sorted(helds):
                 stack.enter_context(helds[fragment].changed)
+            with self._changed:  # the layout may be another one since
+                self._check_primary(fragments)
+                if any(self._held.get(fragment) is not held for fragment, held in helds.items()):
+                    raise _NotPrimary
             yield [helds[fragment] for fragment in fragments]
+
+    def _check_primary(self, fragments: Sequence[int]) -> None:
+        for fragment in fragments:
+            self._backups(fragment)
 
     def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
