@@ -88,7 +88,7 @@ class Shelf:
     def fill(self, after: int) -> int:
         """Wait for a layout newer than this one, and fill whom it says to fill; its number."""
         with self._changed:
-            self._changed.wait_for(lambda: self._layout.number > after)
+            self._changed.wait_for(lambda: self._layout.number > after and self._drawing is not None)
             layout = self._layout
         done: dict[int, dict[int, int]] = {}
         for fragment, (primary, *backups) in enumerate(layout.holders):
@@ -181,9 +181,11 @@ class Shelf:
         try:
             match message:
                 case Outline():
-                    if self._drawing is None:
-                        self._drawn = bytes(body)
-                        self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
+                    with self._changed:
+                        if self._drawing is None:
+                            self._drawn = bytes(body)
+                            self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
+                            self._changed.notify_all()
                     return Done(), ()
                 case Copy():
                     return self._copy(message, body)

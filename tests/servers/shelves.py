@@ -20,7 +20,7 @@ from paceline.cluster.fleet import Fleet
 from paceline.cluster.messages import Placed
 from paceline.servers.calling import Reply
 from paceline.servers.lines import Server
-from paceline.servers.messages import Call
+from paceline.servers.messages import Call, Drawing, Outline
 from paceline.servers.shelf import Shelf
 from tests.cluster.test_fleet import written_and_read
 
@@ -50,7 +50,7 @@ class CutLine:
                 future.set_exception(ConnectionError("the line is cut"))
             else:
                 self._waiting.add(future)
-                self._calls.put((msgspec.msgpack.encode(message), bytes().join(body), into, future))
+                self._calls.put((msgspec.msgpack.encode(message), b"".join(body), into, future))
         return future
 
     def _answer(self) -> None:
@@ -160,6 +160,7 @@ class World:
             if server in (caller, to):
                 line.close()
         count = len(self.fleet.nbytes)
+        shelf.handle(Outline(), memoryview(msgspec.msgpack.encode(Drawing([], [], []))))
         shelf.rearrange(Placed(1 << 30, [[-1]] * count, [[1]] * count, [[]] * count, {}))
 
     # what happens

@@ -295,6 +295,30 @@ def test_a_backup_that_was_dropped_and_added_again_begins_anew(two: Two) -> None
     assert two.workers[1].call(old, body).result(PATIENCE_S).message == Moved(), "said of the copy that it had before"
 
 
+def test_what_a_lost_primary_told_one_copy_only_is_told_the_others_by_the_next_one(two: Two) -> None:
+    """It comes again from the worker, which was not answered. The new primary knows it; another copy need not."""
+    two.both(placed(1, [0, 1], [1]))
+    two.lay()
+    said, body = two.step(1)
+    assert two.workers[1].call(Copy(1, 0, [1], said), memoryview(body)).result(PATIENCE_S).message == Done()
+    two.both(placed(2, [1, 0], [0]))
+    assert two.ask(1, 2, said, body).result(PATIENCE_S).message == Done()
+    assert version(two.shelves[1]) == version(two.shelves[0]) == 1
+
+
+def test_a_server_that_no_worker_has_spoken_to_fills_once_it_knows_what_is_trained(two: Two) -> None:
+    """It was made primary before anything was laid."""
+    first, other = Shelf(0, two._dial, lambda *word: two.told.append(word)), placed(1, [0, 1], [], since=[1, 1])
+    filling = threading.Thread(target=first.fill, args=(0,), daemon=True)
+    filling.start()
+    first.rearrange(other)
+    two.shelves[1].rearrange(other)
+    drawing = Drawing([two.script.fragment], ["torch.float32"], two.script.carried)
+    first.handle(Outline(), memoryview(_encoded(drawing)))
+    filling.join(PATIENCE_S)
+    assert not filling.is_alive() and two.told == [(1, {0: 1})]
+
+
 def test_a_fill_goes_on_with_what_is_said_meanwhile(two: Two) -> None:
     two.both(placed(1, [0], []))
     two.lay()
