@@ -58,23 +58,21 @@ class CutLine:
             head, body, into, future = call
             try:
                 answer, buffers = self._shelf.handle(_CALLS.decode(head), memoryview(bytearray(body)))
-                raw = b"".join(buffers)
+                self._end(future, answer, b"".join(buffers), into)
             except Exception as error:  # noqa: BLE001  the caller raises it
-                self._end(future, lambda error=error: future.set_exception(error))  # type: ignore[misc]
-                continue
+                self._end(future, error)
 
-            def reply(answer: Any = answer, raw: bytes = raw, into: Any = into, future: Any = future) -> None:
-                if into is not None and len(raw) == len(into):
-                    into[:] = raw
-                future.set_result(Reply(answer, memoryview(raw)))
-
-            self._end(future, reply)
-
-    def _end(self, future: Future[Reply], how: Callable[[], None]) -> None:
+    def _end(self, future: Future[Reply], answer: Any, raw: bytes = b"", into: memoryview | None = None) -> None:
         with self._lock:
-            if future in self._waiting:
-                self._waiting.discard(future)
-                how()
+            if future not in self._waiting:
+                return
+            self._waiting.discard(future)
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+                return
+            if into is not None and len(raw) == len(into):
+                into[:] = raw
+            future.set_result(Reply(answer, memoryview(raw)))
 
     def close(self) -> None:
         with self._lock:
