@@ -248,7 +248,8 @@ class Shelf:
                 for k, held in zip(said.fragments, helds, strict=True)
                 if not held.knows(said, bodies[k])
             }
-            self._tell(said, {k: mine for k, (_, mine) in fresh.items()})
+            # What is known here already too: a primary that was lost may have told this server and no other.
+            self._tell(said, bodies)
             for held, mine in fresh.values():
                 held.do(said, mine)
 
@@ -259,8 +260,8 @@ class Shelf:
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
                 total = None if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
-                if total is not None:
-                    complete[k] = held, as_bytes(total)
+                if total is not None or point.total is not None:
+                    complete[k] = held, as_bytes(total if total is not None else point.total)
             summed = Summed(part.step, part.call, part.leaves, list(complete))
             self._tell(summed, {k: sums for k, (_, sums) in complete.items()})
             for held, sums in complete.values():
