@@ -259,9 +259,9 @@ class Shelf:
             complete: dict[int, tuple[Held, memoryview]] = {}
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
-                total = None if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
-                if total is not None or point.total is not None:
-                    complete[k] = held, as_bytes(total if total is not None else point.total)
+                total = point.total if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
+                if total is not None:
+                    complete[k] = held, as_bytes(total)
             summed = Summed(part.step, part.call, part.leaves, list(complete))
             self._tell(summed, {k: sums for k, (_, sums) in complete.items()})
             for held, sums in complete.values():
