@@ -88,7 +88,7 @@ class Shelf:
     def fill(self, after: int) -> int:
         """Wait for a layout newer than this one, and fill whom it says to fill; its number."""
         with self._changed:
-            self._changed.wait_for(lambda: self._layout.number > after)
+            self._changed.wait_for(lambda: self._layout.number > after and self._drawing is not None)
             layout = self._layout
         done: dict[int, dict[int, int]] = {}
         for fragment, (primary, *backups) in enumerate(layout.holders):
@@ -181,9 +181,11 @@ class Shelf:
         try:
             match message:
                 case Outline():
-                    if self._drawing is None:
-                        self._drawn = bytes(body)
-                        self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
+                    with self._changed:
+                        if self._drawing is None:
+                            self._drawn = bytes(body)
+                            self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
+                            self._changed.notify_all()
                     return Done(), ()
                 case Copy():
                     return self._copy(message, body)
@@ -246,7 +248,8 @@ class Shelf:
                 for k, held in zip(said.fragments, helds, strict=True)
                 if not held.knows(said, bodies[k])
             }
-            self._tell(said, {k: mine for k, (_, mine) in fresh.items()})
+            # What is known here already too: a primary that was lost may have told this server and no other.
+            self._tell(said, bodies)
             for held, mine in fresh.values():
                 held.do(said, mine)
 
@@ -256,7 +259,7 @@ class Shelf:
             complete: dict[int, tuple[Held, memoryview]] = {}
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
-                total = None if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
+                total = point.total if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
                 if total is not None:
                     complete[k] = held, as_bytes(total)
             summed = Summed(part.step, part.call, part.leaves, list(complete))
@@ -279,13 +282,21 @@ class Shelf:
     @contextmanager
     def _locked(self, fragments: Sequence[int]) -> Iterator[list[Held]]:
         """Fragments of which this server is the primary. Always in one order: two callers never wait for each other."""
-        for fragment in fragments:
-            self._backups(fragment)
-        helds = {fragment: self._made(fragment) for fragment in fragments}
+        with self._changed:
+            self._check_primary(fragments)
+            helds = {fragment: self._made(fragment) for fragment in fragments}
         with ExitStack() as stack:
             for fragment in sorted(helds):
                 stack.enter_context(helds[fragment].changed)
+            with self._changed:  # the layout may be another one since
+                self._check_primary(fragments)
+                if any(self._held.get(fragment) is not held for fragment, held in helds.items()):
+                    raise _NotPrimary
             yield [helds[fragment] for fragment in fragments]
+
+    def _check_primary(self, fragments: Sequence[int]) -> None:
+        for fragment in fragments:
+            self._backups(fragment)
 
     def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
