@@ -55,6 +55,7 @@ _BATCH = 16
 """Chunks after which it is said that they are free. With the bound on their bytes (one chunk's) a sender that waits
 is always told: its ring is at least two chunks."""
 _SPINS = 30
+"""Looks before a sleep in the middle of a body, about as long as a chunk takes to copy."""
 _MORE = b"\1"
 
 
