@@ -109,8 +109,8 @@ def _write(fd: int, piece: memoryview) -> None:
 def _write_past_cache(fd: int, piece: memoryview) -> int:
     """How much of it went straight to the disk, where memory and file system allow that.
 
-    Nobody reads a checkpoint soon. Through the page cache it costs a copy, memory, and the kernel's own threads: seven
-    times the CPU, taken from the training (measured).
+    Nobody reads a checkpoint soon. The copy into the page cache takes seven times the CPU (measured), and takes it from
+    the training.
     """
     flags, done = fcntl.fcntl(fd, fcntl.F_GETFL), 0
     try:
