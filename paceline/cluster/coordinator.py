@@ -10,15 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
-from paceline import survival
 from paceline.cluster import messages
+from paceline.cluster.admiral import Admiral
 from paceline.cluster.blame import Raised, why_it_ends
 from paceline.cluster.board import Phase, Stop
-from paceline.cluster.fleet import Fleet
+from paceline.cluster.ends import KILLS, crash_trace, exit_words
 from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
@@ -26,8 +25,6 @@ from paceline.cluster.office import Office
 from paceline.errors import OvertakenError
 from paceline.watch.folder import RunFolder
 
-_KILLS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
-"""Signals that come from outside: the worker was well. A crash (SIGSEGV, …) would only repeat itself."""
 _LOST = -signal.SIGKILL
 """The exit code of a worker whose machine was lost, for want of a better one."""
 
@@ -40,6 +37,7 @@ class Coordinator:
         self.journal, self.membership = journal, journal.membership
         self.ended_at: dict[int, float] = {}
         """When each worker was seen to end."""
+        self._admiral = Admiral(self, job, folder)
         self.start: Callable[[int], None]
         self.kill: Callable[[int], None]
         self.changed: Callable[[], None]
@@ -63,14 +61,8 @@ class Coordinator:
                 self.journal.facts[key] = value
                 self.save()
                 self.changed()
-            case messages.ServerReady(address):
-                why = f"{self.journal.name(worker)} is here"
-                self._relay(lambda fleet: fleet.came(self.journal.role(worker)[1], address), why)
-            case messages.Sizes(nbytes):
-                self._relay(lambda fleet: fleet.sized(nbytes), "main has said what is to be held")
-            case messages.Filled(server, since):
-                why = f"server {server} has all that {self.journal.name(worker)} copied to it"
-                self._relay(lambda fleet: fleet.filled(server, since), why)
+            case messages.ServerReady() | messages.Sizes() | messages.Filled():
+                self._admiral.hear(worker, message)
             case messages.Failed():
                 if not message.follows:
                     self._raised(worker, message)
@@ -203,7 +195,7 @@ class Coordinator:
 
     def _give_up_on(self, worker: int, why: str) -> None:
         if worker in self.journal.servers:
-            self._server_ended(worker, _LOST)
+            self._admiral.server_ended(worker, _LOST)
             return
         self.journal.exits[worker] = _LOST
         self._folder.event("worker ended", f"it {why}", worker=worker)
@@ -240,7 +232,7 @@ class Coordinator:
         if number in self.journal.exits:
             return
         if number in self.journal.servers:
-            self._server_ended(number, end.code)
+            self._admiral.server_ended(number, end.code)
             return
         code, phase = end.code, end.phase
         self.journal.exits[number] = code
@@ -261,62 +253,8 @@ class Coordinator:
         elif code == 0 and phase == Phase.FINISHED:
             self.follow_up(self.membership.finished(number, end.term))
         elif code and not self._survives(number, code, phase):
-            trace = _crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
+            trace = crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)
-
-    def _server_ended(self, number: int, code: int) -> None:
-        self.journal.exits[number] = code
-        self.save()
-        _, server = self.journal.role(number)
-        lost = number not in self.journal.doomed and not self.over
-        why = exit_words(code) if lost else "the run is over"
-        self._folder.event("server ended", why, server=server, exit_code=code, lost=lost)
-        if not lost:
-            return
-        trace = _crash_trace(self._folder.log_of("server", server)) if code < 0 else ""
-        if code not in _KILLS:  # a mistake, which another server would only repeat
-            self.fail(self.journal.name(number), why, trace, code if code > 0 else 1, number)
-        elif not self._spare_server(number, server, why):
-            text = f"{why}, and no other server had a copy of all that it held; {self._way_out()}"
-            self.fail(self.journal.name(number), text, worker=number)
-
-    def _way_out(self) -> str:
-        address = self._folder.checkpoints
-        # Looking at an address of fsspec may take longer than this leader's lease; `paceline resume` will.
-        checkpointed = "://" in address or any(Path(address).glob("step-*"))
-        return survival.after_the_last_copy(self._job.settings, self._folder.id, checkpointed)
-
-    def _spare_server(self, number: int, server: int, why: str) -> bool:
-        """Whether the run goes on without this server; another one comes in its place."""
-        fleet = self.journal.fleet
-        before = fleet.number
-        if not fleet.died(server):
-            return False
-        words = f"{self.journal.name(number)} {why}"
-        fresh = None
-        if fleet.starts_left:
-            fleet.starts_left -= 1
-            fresh = self.journal.add_server()
-        self.save()
-        moved = fleet.number > before
-        if moved:
-            self._folder.event("layout", words, **fleet.described(), notice=f"{words}; its copies take over")
-        self.changed()
-        if fresh is not None:
-            notice = {} if moved else {"notice": f"{words}; another one starts"}
-            self._folder.event("starting a server", words, server=self.journal.role(fresh)[1], **notice)
-            self.start(fresh)
-        return True
-
-    def _relay(self, change: Callable[[Fleet], None], why: str) -> None:
-        """The fleet is another one, perhaps."""
-        fleet = self.journal.fleet
-        before = fleet.number
-        change(fleet)
-        self.save()
-        if fleet.number > before:
-            self._folder.event("layout", why, **fleet.described())
-            self.changed()
 
     def _raised(self, worker: int, failed: messages.Failed) -> None:
         """A worker ends with an error: its own, as far as anybody can tell, or one that ends the run."""
@@ -362,7 +300,7 @@ class Coordinator:
             return self.journal.failure is None
         a_newcomer = number not in self.membership.settled.members
         given_up = a_newcomer and (code < 0 or code == OvertakenError.exit_code)
-        if not given_up and (code not in _KILLS or not self._job.survives_deaths):
+        if not given_up and (code not in KILLS or not self._job.survives_deaths):
             return False
         if phase == Phase.FINISHED:
             return True
@@ -425,19 +363,3 @@ def _overtakes(instructions: list[Instruction]) -> bool:
 
 def _kill_words(who: Stop) -> str:
     return "killed by a second Ctrl-C" if who is Stop.CTRL_C else "killed by `paceline stop --kill`"
-
-
-def exit_words(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _crash_trace(path: Path) -> str:
-    """What faulthandler wrote before a crash, if it did."""
-    try:
-        text = path.read_text(errors="replace")[-20000:]
-    except OSError:
-        return ""
-    at = text.rfind("Fatal Python error")
-    return text[at:].rstrip() if at >= 0 else ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 from paceline.cluster import wire
 from paceline.cluster.board import Board, Phase
-from paceline.cluster.link import LeaderLink
+from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
 from paceline.launch.environment import ticket
 from paceline.servers.lines import line_to
@@ -19,6 +22,7 @@ from paceline.servers.shelf import Shelf
 from paceline.settings import merge
 
 _LOOK_S = 0.5
+Result = TypeVar("Result")
 
 
 def main() -> None:
@@ -41,11 +45,22 @@ def main() -> None:
     address = f"{handed.address}-server-{handed.server}"
     name = f"server {handed.server}"
     shelf = Shelf(handed.server, lambda there: line_to(there, secret, name), partial(_tell_filled, new_link()))
-    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: shelf.handle(message, body))
-    threading.Thread(target=_keep_filling, args=(shelf,), daemon=True).start()
-    threading.Thread(target=_follow_layouts, args=(shelf, link, address), daemon=True).start()
+    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: _ends_with(shelf.handle, message, body))
+    for work in (partial(_keep_filling, shelf), partial(_follow_layouts, shelf, link, address)):
+        threading.Thread(target=_ends_with, args=(work,), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
         time.sleep(_LOOK_S)  # the agent ends this process when the last worker has gone
+
+
+def _ends_with(work: Callable[..., Result], *arguments: Any) -> Result:
+    """A mistake in a thread ends the process, and with it the run: others would wait for ever for what it was to do."""
+    try:
+        return work(*arguments)
+    except (ValueError, NoLeaderError):  # a caller's mistake; nobody leads, which is seen below as well
+        raise
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _follow_layouts(shelf: Shelf, link: LeaderLink, address: str) -> None:

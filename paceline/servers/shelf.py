@@ -79,7 +79,7 @@ class Shelf:
         with self._changed:
             self._layout = layout
             for server in [server for server in self._lines if server not in layout.addresses]:
-                self._lines.pop(server).close()
+                self._hang_up(server)
             for fragment in [k for k, held in self._held.items() if held.since != _since(layout, k, self._number)]:
                 del self._held[fragment]
             self._filled = {each for each in self._filled if each[2] == _since(layout, *each[:2])}
@@ -171,8 +171,13 @@ class Shelf:
 
     def _await_layout_after(self, number: int, unreachable: int) -> None:
         with self._changed:
-            self._lines.pop(unreachable, None)
+            self._hang_up(unreachable)
             self._changed.wait_for(lambda: self._layout.number > number)
+
+    def _hang_up(self, server: int) -> None:
+        line = self._lines.pop(server, None)
+        if line is not None:  # not here: that waits for whoever is still sending, and this is under the lock
+            threading.Thread(target=line.close, daemon=True).start()
 
     # calls
 

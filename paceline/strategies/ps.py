@@ -8,7 +8,7 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -77,7 +77,12 @@ class ParameterServers(AllReduce):
         self._values = layout.allocate()
         """What the servers hold, as of the last pull."""
         self._value_of = layout.views(self._values)[: len(params)]
-        self._carried: list[Carried] = [describe(optimizer, params) for optimizer in self._replica.optimizers]
+        optimizers = self._replica.optimizers
+        self._carried: list[Carried] = [describe(optimizer, params) for optimizer in optimizers]
+        _refuse_shared(self._carried)
+        # With several optimizers a fragment may have the next one's step in it already: then that is not ours to take.
+        self._incoming = self._values if len(optimizers) < 2 else layout.allocate()
+        self._incoming_of = layout.views(self._incoming)[: len(params)]
         dtypes = [str(dtype) for dtype, _ in layout.flats]
         sizes = [fragment.nbytes(layout) for fragment in fragments]
         self._holders.place(Drawing(list(fragments), dtypes, self._carried), sizes)
@@ -120,7 +125,7 @@ class ParameterServers(AllReduce):
         newcomer was given: the script may have changed its weights since the last optimizer step."""
         everything = range(len(self._fragments))
         self._holders.through(lambda: self._holders.wait(self._pull(everything)))
-        self._holders.end_fetch()
+        self._take_pulled(range(len(self._value_of)))
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
 
@@ -222,12 +227,12 @@ class ParameterServers(AllReduce):
         if isinstance(grad, Fetched) and not grad.fetch.done:
             return call
         came = self._pristine[call][index]
-        return call if not grad.is_sparse and torch.equal(grad.cpu(), came.to(grad.dtype)) else BY_VALUE
+        return call if not grad.is_sparse and _same_bits(grad.cpu(), came.to(grad.dtype)) else BY_VALUE
 
     def _is_as_pulled(self, index: int) -> bool:
         """Whether the script has left this parameter alone since the last pull."""
         param, value = self._replica.params[index].detach(), self._value_of[index]
-        return torch.equal(param.to(value.dtype), value)
+        return _same_bits(param.to(value.dtype), value)
 
     def _what_comes(
         self, sources: dict[int, int], grads: dict[int, torch.Tensor | None], touched: list[int]
@@ -278,15 +283,21 @@ class ParameterServers(AllReduce):
             self._holders.wait([*self._send(everything=again), *self._pull(mine)], self._while_pulling)
 
         self._holders.through(attempt)
-        self._holders.end_fetch()
+        self._take_pulled(self._grads)
         with torch.no_grad():
-            mine = list(self._grads)
-            torch._foreach_copy_([params[k].data for k in mine], [self._value_of[k] for k in mine])
+            torch._foreach_copy_([params[k].data for k in self._grads], [self._value_of[k] for k in self._grads])
         self._grads = {}
 
     def _pull(self, fragments: Iterable[int]) -> list[Future[Reply]]:
-        """Take over what the servers hold."""
-        return self._holders.begin_fetch(fragments, lambda batch: Pull(self._count, batch), self._held)
+        return self._holders.begin_fetch(
+            fragments, lambda batch: Pull(self._count, batch), lambda k: stretch(self._incoming, self._fragments[k])
+        )
+
+    def _take_pulled(self, params: Iterable[int]) -> None:
+        self._holders.end_fetch()
+        if self._incoming is not self._values:
+            for index in params:
+                self._value_of[index].copy_(self._incoming_of[index])
 
     def _held(self, number: int) -> memoryview:
         """A fragment's bytes, as of the last pull."""
@@ -303,6 +314,20 @@ class ParameterServers(AllReduce):
     def close(self) -> None:
         super().close()
         self._holders.close()
+
+
+def _refuse_shared(carried: Sequence[Carried]) -> None:
+    held = [param for each in carried for group in each.groups for param in group.params if param is not None]
+    if len(set(held)) < len(held):
+        raise UsageError(
+            "a parameter is in two optimizers: servers cannot tell whose turn it is; give each its own parameters"
+        )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also where both are NaN; and 0.0 is not -0.0."""
+    as_integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[one.element_size()]
+    return torch.equal(one.view(as_integers), other.view(as_integers))
 
 
 def _before_adding(param: torch.Tensor, grad: torch.Tensor) -> None:

@@ -163,6 +163,23 @@ def test_a_backward_of_the_script_s_own_behind_the_reduce_point(tmp_path: Path) 
     assert result.weights == want
 
 
+def test_two_optimizers_behind_one_reduce_point(tmp_path: Path) -> None:
+    """A worker that lags finds the second one's step in the fragments already when it pulls the first one's."""
+    head = HEAD.replace(
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+        "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)\n"
+        "second = torch.optim.AdamW(model[2].parameters(), lr=0.01)",
+    )
+    body = BODY.replace("run.prepare(model, optimizer, loader)", "run.prepare(model, optimizer, second, loader)")
+    body = body.replace(
+        "optimizer.step();", "run._session.worker and time.sleep(0.02); optimizer.step(); second.step();"
+    )
+    script = "import time" + head + body.replace("optimizer.zero_grad()", "model.zero_grad()")
+    want = launch(tmp_path, script, "-n", "1", "--slots", "2", name="allreduce").weights
+    result = launch(tmp_path, script, "-n", "2", "--slots", "2", "--strategy", "ps", "--servers", "2", name="ps")
+    assert result.weights == want
+
+
 def test_a_flat_loop(tmp_path: Path) -> None:
     flat = HEAD + flattened(BODY)
     want = launch(tmp_path, HEAD + BODY, "-n", "1", "--slots", "2", name="nested").weights
