@@ -137,8 +137,7 @@ def calls(options: argparse.Namespace) -> None:
         total = sum(counts.values()) - counts["C"]
         print(f"{name}: {total / rounds:.1f} calls of Python functions a step, {counts['C'] / rounds:.1f} of C's")
         for where, count in counts.most_common():
-            if True:
-                print(f"  {count / rounds:6.2f}  {where}")
+            print(f"  {count / rounds:6.2f}  {where}")
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ class Shares(ABC):
 class BatchShares(Shares):
     """A global batch at a time from one order over the whole set, cut into shares."""
 
-    _AHEAD = 32768
+    _AHEAD = 16384
     """Positions asked of the order at once: a shuffle is cheap by the array, dear by the sample."""
 
     def __init__(self, order: Order, batch: int, slots: int, split: Split, drop_last: bool) -> None:
