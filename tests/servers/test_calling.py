@@ -144,8 +144,7 @@ def test_an_answer_that_is_none_ends_the_connection(ends: tuple[Line, Channel], 
 def test_an_answer_to_no_call_ends_the_connection(ends: tuple[Line, Channel]) -> None:
     line, server = ends
     answer(server, Said(1))
-    while line.call(Count(1)).exception(PATIENCE_S) is None:
-        answer(server, Said(1))
+    line._reader.join(PATIENCE_S)
     with pytest.raises(ConnectionError, match="an answer to no call came"):
         line.call(Count(1)).result(PATIENCE_S)
 
