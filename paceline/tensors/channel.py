@@ -88,7 +88,8 @@ class Channel(Protocol):
         """The body that was lent is done with, so its memory may be written."""
 
     def hang_up(self) -> None:
-        """End it for both sides, from any thread: whoever is inside a call is woken by a `ChannelEnded`."""
+        """End it for both sides, from any thread: whoever is inside a call here is woken by a `ChannelEnded`. A sender at the
+        other end may be woken only when this one is closed."""
 
     def close(self) -> None:
         """Hang up and let go of everything, once nobody is inside a call."""

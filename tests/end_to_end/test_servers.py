@@ -145,8 +145,7 @@ def check(result: Result, undisturbed: dict[int, str]) -> None:
     assert max(steps(result)) == result.summary["steps"] - 1 or max(steps(result)) == result.summary["steps"]
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)])
 def test_the_bits_of_all_reduce(tmp_path: Path, workers: int, servers: int, undisturbed: dict[int, str]) -> None:
     result = launch(tmp_path, SCRIPT, *PS, "-n", str(workers), "--servers", str(servers), args=("6", "0"))
     check(result, undisturbed)

@@ -280,8 +280,11 @@ def test_hanging_up_ends_a_send_that_nobody_takes(carrier: str, who: int) -> Non
         ends[who].hang_up()
         return memoryview(bytearray(nbytes))
 
-    with thread(ends[0].send, b"large", bytes(64 << 20)) as outcome, pytest.raises(ChannelError):
-        ends[1].receive(place)
+    with thread(ends[0].send, b"large", bytes(64 << 20)) as outcome:
+        with pytest.raises(ChannelError):
+            ends[1].receive(place)
+        if who == 1:
+            ends[1].close()  # over TCP a full window keeps the word from the sender until then
     assert isinstance(outcome[0], ChannelEnded)
     for end in ends:
         end.close()
