@@ -110,7 +110,7 @@ class Turns:
             while True:
                 self._session.row.enter(Phase.DATA)
                 code = run._stopping.code(self._steps, run.metrics)
-                written = self._written if run.is_main else -1
+                written = self._in_file if run.is_main else -1
                 start = time.perf_counter()
                 turned = strategy.turn(want, delivered, code, written)
                 stepper.split.wait += time.perf_counter() - start
@@ -167,6 +167,12 @@ class Turns:
                 run._keeping.ledger.add(receipt, main=True)
         self._written = max(self._written, turned.steps)
 
+    @property
+    def _in_file(self) -> int:
+        """Receipts of so many steps are written; the next main has to write the others."""
+        waiting = self._run._keeping.ledger.recent
+        return waiting[0].step if waiting else self._written
+
     def _leave(self) -> None:
         """The script has left the loop: others do the rest."""
         stepper = self._stepper
@@ -193,8 +199,7 @@ class Turns:
         if self._session.joining:
             run.terms.join(run._keeping)
             run.terms.catching_up = False
-        else:
-            run.terms.reunite(turned.trainers, run._keeping)
+        run.terms.reunite(turned.trainers, run._keeping)
         if not run.stopped and (code := run._stopping.code(turned.steps, {})):
             run._stopping.settle_one(code, self._session.worker, turned.steps)
         if run.stopped:

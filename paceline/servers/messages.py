@@ -205,7 +205,7 @@ class Push(msgspec.Struct, tag=True):
 
 
 class Go(msgspec.Struct, tag=True):
-    """May a worker pull? Waits until it may; answered by `Number`, of pushes that it must see."""
+    """May a worker pull? Waits until it may; answered by `Number`."""
 
     worker: int
 
@@ -253,6 +253,9 @@ class Turned(msgspec.Struct, tag=True):
 
 class Number(msgspec.Struct, tag=True):
     count: int
+    """Of a push in the order of all; of pushes counted so far."""
+    sees: int = 0
+    """The worker may go on, with the weights after so many pushes; 0: it has to ask."""
 
 
 class Tail(msgspec.Struct, tag=True):

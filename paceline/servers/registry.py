@@ -109,11 +109,9 @@ class Registry:
                 count = register.push(worker, own, number, step, bytes(body))
                 if worker in register.clocks.clocks and not again:
                     self._clocks.push(worker, register.clocks.clocks[worker] + 1, time.monotonic())
-                return Number(count), ()
+                return Number(count, register.count if self._may_pull(register, worker) else 0), ()
             case Go(worker):
-                if worker in register.gone or self._clocks.pull(worker, time.monotonic()).go:
-                    return Number(register.count), ()
-                return None
+                return (Number(register.count, register.count), ()) if self._may_pull(register, worker) else None
             case Lost(workers):
                 for worker in workers:
                     register.lose(worker)
@@ -125,6 +123,9 @@ class Registry:
                 return self._hold(register, worker, yes)
             case Notes():
                 return Done(), ()
+
+    def _may_pull(self, register: Register, worker: int) -> bool:
+        return worker in register.gone or self._clocks.pull(worker, time.monotonic()).go
 
     def _come(self, register: Register, worker: int) -> None:
         register.enter(worker)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
+from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, refuse_closure
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import (
@@ -222,12 +224,15 @@ class FreeRunning:
         values = hyper(optimizer, self._stock.carried[number])
         update = memoryview(msgspec.msgpack.encode(Update(number, 0, values, sources, {}, [], push, moved)))
         self._holders.through(partial(self._stage, {index for index in grads if grads[index] is not None}, moved))
-        count = self._ask(Push(*push, self._number, self._call, self._heard), update).message.count
+        counted: Number = self._ask(Push(*push, self._number, self._call, self._heard), update).message
         self._call += 1
-        if count != AGAIN:
-            self._holders.through(partial(self._apply, count, update))
-        going: Number = self._ask(Go(self._seat.worker)).message
-        self.pull(max(count, going.count))
+        apply = None if counted.count == AGAIN else partial(self._apply, counted.count, update)
+        if counted.sees:
+            self.pull(counted.sees, apply or list)
+            return
+        if apply is not None:  # now: others may wait for it
+            self._holders.through(lambda: self._holders.wait(apply(), self._check))
+        self.pull(self._ask(Go(self._seat.worker)).message.sees)
 
     def _lay_out(self, grads: dict[int, torch.Tensor | None]) -> bool:
         """Gradients as they are pushed; whether buffers have moved, too."""
@@ -253,18 +258,14 @@ class FreeRunning:
             calls.append(self._holders.out(batch, Stage(self._seat.worker, self._own, batch), *body))
         self._holders.wait(calls, self._check)
 
-    def _apply(self, count: int, update: memoryview) -> None:
-        calls = []
-        for mine in self._holders.of_each():
-            held = [fragment for fragment in mine if fragment != self._place]
-            if held:
-                calls.append(self._holders.out(held, Apply(count, held), update))
-        self._holders.wait(calls, self._check)
+    def _apply(self, count: int, update: memoryview) -> list[Future[Reply]]:
+        each = [[fragment for fragment in mine if fragment != self._place] for mine in self._holders.of_each()]
+        return [self._holders.out(held, Apply(count, held), update) for held in each if held]
 
     # a pull
 
-    def pull(self, count: int) -> None:
-        """Go on with the weights after so many pushes, or more."""
+    def pull(self, count: int, apply: Callable[[], list[Future[Reply]]] = list) -> None:
+        """Go on with the weights after so many pushes, or more; the last one of which is to be applied first."""
         stock, told = self._stock, 0.0
 
         def check(seconds: float) -> None:
@@ -275,7 +276,7 @@ class FreeRunning:
                 self._tell_unheard()
 
         everything = range(len(stock.fragments))
-        self._holders.through(lambda: self._holders.wait(stock.pull(everything, count), check))
+        self._holders.through(lambda: self._holders.wait([*apply(), *stock.pull(everything, count)], check))
         stock.take_pulled(())
         tensors = [*(param.data for param in self._replica.params), *self._replica.buffers]
         with torch.no_grad():
@@ -288,10 +289,7 @@ class FreeRunning:
         (reply,) = self._holders.wait([self._holders.out([self._place], Unheard(self._heard))])
         tail: Tail = reply.message
         for entry in tail.entries:
-            for mine in self._holders.of_each():
-                held = [fragment for fragment in mine if fragment != self._place]
-                if held:
-                    self._holders.out(held, Apply(entry.count, held), memoryview(entry.update))
+            self._apply(entry.count, memoryview(entry.update))
 
     # the register
 
