@@ -168,10 +168,10 @@ class Keeping:
         run = self._run
         if not run.is_main:
             return
-        with run._strategy.whole() as step:
-            if step is not None:
-                assert run._stepper is not None
-                run._stepper.step = step
+        with run._strategy.whole() as register:
+            if register is not None:
+                assert run._feeding.turns is not None
+                run._feeding.turns.settle(register)
             if self._recorder.take(run.step, self.capture(), run._replica.optimizers):
                 self._owed = False
 

@@ -29,6 +29,8 @@ from paceline.steps import Batch
 if TYPE_CHECKING:
     from paceline.run import Run
     from paceline.servers.messages import Turned
+    from paceline.servers.register import Receipt as Whole
+    from paceline.servers.register import Register
     from paceline.steps import Stepper
     from paceline.strategies.free import FreeRunning
 
@@ -102,6 +104,7 @@ class Turns:
         steps = min(steps, max(0, limit - stepper.step)) if limit else steps
         begun = strategy.begin_stretch(steps * self._slots, lambda: run._keeping.capture().packed())
         self._first, self._loader = begun.first, loader
+        self._written = max(self._written, run._keeping.ledger.head.first)
         stepper.gaps.begin()
         self._session.left, run.terms.catching_up = None, False
         known: set[int] = set()
@@ -154,18 +157,22 @@ class Turns:
 
     def _note(self, turned: Turned) -> None:
         """How far the run has come; main writes what is whole."""
-        run = self._run
         self._steps, self._stepper.samples = turned.steps, turned.samples
-        if not run.is_main:
-            return
-        for each in turned.receipts:
+        if self._run.is_main:
+            self._write(turned.receipts, turned.steps)
+
+    def settle(self, register: Register) -> None:
+        """For a checkpoint: the run is where the register says, and the receipts up to there are written."""
+        self._stepper.step, self._stepper.samples = register.steps, register.samples
+        self._write(register.receipts, register.steps)
+
+    def _write(self, receipts: list[Whole], steps: int) -> None:
+        for each in receipts:
             if each.step >= self._written:
                 batch = self._slots if self._loader == OWN_DRAWS else each.step - self._first
-                receipt = Receipt(
-                    each.step, self._stepper.epoch, self._loader, batch, each.samples, each.ids, each.digest
-                )
-                run._keeping.ledger.add(receipt, main=True)
-        self._written = max(self._written, turned.steps)
+                place = each.step, self._stepper.epoch, self._loader, batch
+                self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest), main=True)
+        self._written = max(self._written, steps)
 
     @property
     def _in_file(self) -> int:

@@ -249,6 +249,8 @@ class Turned(msgspec.Struct, tag=True):
     receipts: list[Receipt] = []
     stop: int = 0
     stopper: int = -1
+    staleness: dict[int, int] = {}
+    """When the stretch is over: how many pulls had how much."""
 
 
 class Number(msgspec.Struct, tag=True):

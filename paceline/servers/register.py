@@ -226,6 +226,7 @@ class Register(msgspec.Struct):
         rest = msgspec.structs.replace(
             self, back=unfinished, held={}, pushed={}, log=[], trainers=[], gone=[], stop=0, stopper=-1, keeper=-1
         )
+        rest.receipts = []  # main has written them
         rest.clocks = Kept(staleness=self.clocks.staleness)
         return rest
 

@@ -157,14 +157,13 @@ class Registry:
             self._clocks.join(worker)
         else:
             numbers = []
-        receipts = register.receipts if turn.written >= 0 else []
-        return (
-            Turned(
-                list(numbers), register.count, register.steps, register.samples, register.trainers, receipts,
-                register.stop, register.stopper,
-            ),
-            (),
+        turned = Turned(
+            list(numbers), register.count, register.steps, register.samples, register.trainers, [],
+            register.stop, register.stopper, {} if numbers else register.clocks.staleness,
         )  # fmt: skip
+        if turn.written >= 0:
+            turned.receipts = register.receipts
+        return turned, ()
 
     def _hold(self, register: Register, worker: int, yes: bool) -> Answer | None:
         if yes and register.keeper not in (-1, worker):
@@ -173,4 +172,4 @@ class Registry:
             register.keeper = worker
         elif register.keeper == worker:
             register.keeper = -1
-        return Number(register.count), (memoryview(register.at_rest().encode()),)
+        return Number(register.count), (memoryview(register.encode()),)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
+from paceline.servers.register import Register
 from paceline.strategies.base import Point, Scaled, Seat
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
@@ -241,8 +242,11 @@ class AllReduce:
     def restore(self, state: dict[str, Any]) -> None:
         return
 
-    def whole(self) -> AbstractContextManager[int | None]:
+    def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
+
+    def report(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         if self._overlap is not None:

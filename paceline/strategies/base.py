@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
+from paceline.servers.register import Register
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
 
@@ -108,8 +109,11 @@ class Strategy(Protocol):
         """What a newcomer must know beside the replica, as plain values."""
 
     def restore(self, state: dict[str, Any]) -> None: ...
-    def whole(self) -> AbstractContextManager[int | None]:
+    def whole(self) -> AbstractContextManager[Register | None]:
         """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps.
-        It says of which step, where that is not this worker's."""
+        Where workers run at their own pace, there is a register of it."""
+
+    def report(self) -> dict[str, Any]:
+        """What the summary should say of it."""
 
     def close(self) -> None: ...

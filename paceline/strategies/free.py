@@ -71,6 +71,7 @@ class FreeRunning:
         self._pieces: dict[int, torch.Tensor] = {}
         """The sum over the pieces of the micro-batch in hand, of each parameter."""
         self._told_s = self._spent_s = 0.0
+        self._staleness: dict[int, int] = {}
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._seat, self._holders = seat, Holders(servers)
@@ -135,14 +136,15 @@ class FreeRunning:
         self._count, self._stretch, self._register_at_rest = state["count"], state["stretch"], state["register"]
 
     @contextmanager
-    def whole(self) -> Iterator[int]:
-        """Nobody's push is counted meanwhile: all fragments are of one moment."""
+    def whole(self) -> Iterator[Register]:
+        """Nobody's push is counted meanwhile: all fragments are of one moment, and so is the register."""
         reply = self._ask(Hold(self._seat.worker, yes=True))
         try:
             self.pull(reply.message.count)
-            self._register_at_rest = bytes(reply.body)
+            register = Register.decode(reply.body)
+            self._register_at_rest = register.at_rest().encode()
             with self._stock.optimizers_filled():
-                yield Register.decode(self._register_at_rest).steps
+                yield register
         finally:
             self._register_at_rest = b""
             self._ask(Hold(self._seat.worker, yes=False))
@@ -173,10 +175,13 @@ class FreeRunning:
 
     def end_stretch(self, turned: Turned) -> None:
         """Everybody's weights are the same now."""
-        self._number = -1
+        self._number, self._staleness = -1, turned.staleness
         self.pull(turned.count)
         if not turned.stop:
             self._stretch += 1
+
+    def report(self) -> dict[str, Any]:
+        return {"staleness": {str(k): count for k, count in sorted(self._staleness.items())}}
 
     @property
     def has_pushed(self) -> bool:

@@ -25,6 +25,7 @@ from paceline.servers.fragments import cut
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Update, Value
 from paceline.servers.peers import ServedPeers, Sums, stretch
+from paceline.servers.register import Register
 from paceline.servers.stock import Stock
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled, Seat
@@ -106,7 +107,7 @@ class ParameterServers(AllReduce):
     def restore(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
 
-    def whole(self) -> AbstractContextManager[int | None]:
+    def whole(self) -> AbstractContextManager[Register | None]:
         return self._at_servers.optimizers_filled()
 
     # a step
