@@ -123,6 +123,7 @@ class Turns:
                     break
                 fresh = [number for number in turned.numbers if number not in known]
                 known.update(fresh)
+                self._count = turned.count
                 yield turned.numbers[0], begun.first, fresh
                 delivered = [self._delivered]
                 run._keeping.at_boundary()
@@ -134,9 +135,12 @@ class Turns:
     def _micro_batch(self, number: int, step: int, weight: float, batch: Batch | None, value: Any) -> Iterator[Any]:
         stepper = self._stepper
         stepper.step = step
+        self._run._session.row.enter(Phase.REDUCE)
         for schedule in self._schedules:
             schedule.at(step)
-        self._strategy.take(number, weight)
+        start = time.perf_counter()
+        self._strategy.take(number, weight, self._count)
+        stepper.split.total += time.perf_counter() - start
         stepper.begin(batch)
         set_seed(mix(self._run.settings.seed, IN_SHARE, step, 0, number % self._slots), self._run.device)
         yield value

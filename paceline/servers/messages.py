@@ -178,7 +178,7 @@ class Enter(msgspec.Struct, tag=True):
 
 
 class Turn(msgspec.Struct, tag=True):
-    """What a worker has done, and what it has in hand next, once there is something; answered by `Turned`."""
+    """What a worker has done, and what it has in hand next, once there is something and it may go on; answered by `Turned`."""
 
     worker: int
     stretch: int
@@ -202,12 +202,6 @@ class Push(msgspec.Struct, tag=True):
     call: int
     heard: int
     """All servers have applied so many."""
-
-
-class Go(msgspec.Struct, tag=True):
-    """May a worker pull? Waits until it may; answered by `Number`."""
-
-    worker: int
 
 
 class Lost(msgspec.Struct, tag=True):
@@ -241,7 +235,7 @@ class Turned(msgspec.Struct, tag=True):
     numbers: list[int]
     """What the worker has in hand; nothing: the stretch is over."""
     count: int
-    """Pushes counted."""
+    """Pushes counted: the weights to go on with have all of them."""
     steps: int
     samples: int
     """Whole steps of the run so far, and samples."""
@@ -255,16 +249,14 @@ class Turned(msgspec.Struct, tag=True):
 
 class Number(msgspec.Struct, tag=True):
     count: int
-    """Of a push in the order of all; of pushes counted so far."""
-    sees: int = 0
-    """The worker may go on, with the weights after so many pushes; 0: it has to ask."""
+    """Of a push in the order of all, or AGAIN; of pushes counted so far."""
 
 
 class Tail(msgspec.Struct, tag=True):
     entries: list[Counted]
 
 
-Asking = Begin | Enter | Turn | Push | Go | Lost | Unheard | Hold | Notes
+Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
 
 
 class Done(msgspec.Struct, tag=True):

@@ -179,7 +179,7 @@ class Register(msgspec.Struct):
         return news
 
     def _receipt(self, each: Delivered) -> None:
-        step = self.first + each.number // self.slots
+        step = self.step_of(each.number)
         receipt = self.open.setdefault(step, Receipt(step))
         receipt.parts += 1
         receipt.samples += each.samples
@@ -189,6 +189,10 @@ class Register(msgspec.Struct):
         while (whole := self.open.get(self.steps)) is not None and whole.parts == self.slots:
             self.receipts.append(self.open.pop(self.steps))
             self.steps += 1
+
+    def step_of(self, number: int) -> int:
+        """The run's step to which a micro-batch belongs."""
+        return self.first + number // self.slots
 
     def written(self, steps: int) -> None:
         """Main has written the receipts of these steps."""

@@ -35,7 +35,6 @@ from paceline.servers.messages import (
     Done,
     Drawing,
     Enter,
-    Go,
     Hold,
     Lay,
     Lost,
@@ -256,7 +255,7 @@ class Shelf:
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
                 return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
-            case Begin() | Enter() | Turn() | Push() | Go() | Lost() | Unheard() | Hold():
+            case Begin() | Enter() | Turn() | Push() | Lost() | Unheard() | Hold():
                 return self._register(call, body)
             case State(fragment):
                 with self._locked([fragment]) as (held,):
