@@ -377,6 +377,8 @@ class Run:
 
         def tell() -> None:
             if self.is_main:
+                if self._feeding.turns is not None:
+                    self._feeding.turns.collect()
                 self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")

@@ -102,7 +102,9 @@ class Turns:
         run, strategy, stepper = self._run, self._strategy, self._stepper
         limit = run.settings.steps
         steps = min(steps, max(0, limit - stepper.step)) if limit else steps
-        begun = strategy.begin_stretch(steps * self._slots, lambda: run._keeping.capture().packed())
+        begun = strategy.begin_stretch(
+            steps * self._slots, stepper.epoch, loader, lambda: run._keeping.capture().packed()
+        )
         self._first, self._loader = begun.first, loader
         self._written = max(self._written, run._keeping.ledger.head.first)
         stepper.gaps.begin()
@@ -118,7 +120,7 @@ class Turns:
                 turned = strategy.turn(want, delivered, code, written)
                 stepper.split.wait += time.perf_counter() - start
                 stepper.split.total += time.perf_counter() - start
-                self._note(turned)
+                self._note(turned, written >= 0)
                 if not turned.numbers:
                     break
                 fresh = [number for number in turned.numbers if number not in known]
@@ -159,10 +161,10 @@ class Turns:
                 "fewer slots instead of accumulating"
             )
 
-    def _note(self, turned: Turned) -> None:
-        """How far the run has come; main writes what is whole."""
+    def _note(self, turned: Turned, main: bool) -> None:
+        """How far the run has come; who was main when it asked has got receipts to write."""
         self._steps, self._stepper.samples = turned.steps, turned.samples
-        if self._run.is_main:
+        if main:
             self._write(turned.receipts, turned.steps)
 
     def settle(self, register: Register) -> None:
@@ -173,8 +175,7 @@ class Turns:
     def _write(self, receipts: list[Whole], steps: int) -> None:
         for each in receipts:
             if each.step >= self._written:
-                batch = self._slots if self._loader == OWN_DRAWS else each.step - self._first
-                place = each.step, self._stepper.epoch, self._loader, batch
+                place = each.step, each.epoch, each.loader, each.batch
                 self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest), main=True)
         self._written = max(self._written, steps)
 
@@ -184,6 +185,10 @@ class Turns:
         waiting = self._run._keeping.ledger.recent
         return waiting[0].step if waiting else self._written
 
+    def collect(self) -> None:
+        """Main's, between stretches: receipts that nobody was main for."""
+        self._note(self._strategy.turn(0, [], written=self._in_file, leaves=True), main=True)
+
     def _leave(self) -> None:
         """The script has left the loop: others do the rest."""
         stepper = self._stepper
@@ -192,7 +197,7 @@ class Turns:
             stepper.end_turn(self._steps)
         with suppress(PacelineError):  # it may be on its way out because the run ends
             turned = self._strategy.turn(0, delivered, leaves=True)
-            self._note(turned)
+            self._note(turned, main=False)
             self._rest(turned.steps)
 
     def _rest(self, steps: int) -> None:

@@ -169,6 +169,8 @@ class Begin(msgspec.Struct, tag=True):
     worker: int
     stretch: int
     total: int
+    epoch: int
+    loader: int
 
 
 class Enter(msgspec.Struct, tag=True):

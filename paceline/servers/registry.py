@@ -91,8 +91,8 @@ class Registry:
 
     def _consider(self, register: Register, call: Asking, body: memoryview) -> Answer | None:
         match call:
-            case Begin(worker, stretch, total):
-                register.begin(stretch, total)
+            case Begin(worker, stretch, total, epoch, loader):
+                register.begin(stretch, total, epoch, loader)
                 register.enter(worker)
                 noted = self._notes is not None and self._notes[0] >= stretch
                 return Begun(register.first, register.trainers, noted), ()

@@ -149,9 +149,9 @@ class FreeRunning:
 
     # a stretch
 
-    def begin_stretch(self, total: int, notes: Callable[[], bytearray] | None) -> Begun:
-        begun: Begun = self._ask(Begin(self._seat.worker, self._stretch, total)).message
-        if not begun.noted and notes is not None:
+    def begin_stretch(self, total: int, epoch: int, loader: int, notes: Callable[[], bytearray]) -> Begun:
+        begun: Begun = self._ask(Begin(self._seat.worker, self._stretch, total, epoch, loader)).message
+        if not begun.noted:
             self._ask(Notes(self._stretch, [self._place]), memoryview(notes()))
         return begun
 
