@@ -123,12 +123,12 @@ class Keeping:
 
     def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         """A step is trained: its receipt is kept by all and written by main."""
-        run, stepper = self._run, self._run._stepper
+        stepper = self._run._stepper
         assert stepper is not None
-        loader, number = (
-            (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeding.feeds.index(batch.feed), batch.number)
-        )
-        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run._session.is_main)
+        loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
+        due = self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
+        if due and self._run.is_main:
+            self.ledger.write()
 
     # checkpoints
 
@@ -136,7 +136,8 @@ class Keeping:
         """A step is over, the next has not begun."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
-        self._owed = not self._recorder.settle() or self._owed
+        if not self._recorder.settle():
+            self._owed = True
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
         if not every:

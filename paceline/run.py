@@ -220,7 +220,7 @@ class Run:
         try:
             for number in range(stepper.step, limit):
                 stepper.flat.fill()
-                stepper.begin(None)
+                stepper.begin(None, time.perf_counter())
                 yield number
                 stepper.end()
                 self._keeping.at_boundary()
