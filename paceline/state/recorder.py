@@ -10,11 +10,9 @@ steps, and through `.data` no counter tells.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.state.snapshot import Snapshot
 from paceline.state.writer import Writer
+from paceline.tensors.memory import on_huge_pages
 
 _WORTH_IT = 64 << 10  # bytes: a smaller tensor is copied sooner than handed over
 _CHUNK = 1 << 20  # bytes that one of two threads takes at a time: 0.1 ms
@@ -33,7 +32,7 @@ Copy = tuple[torch.Tensor, memoryview]
 class Recorder:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._memory = _memory(1)
+        self._memory = on_huge_pages(1)
         self._taken: _Taken | None = None
         self._late = True
 
@@ -43,7 +42,7 @@ class Recorder:
             self._writer.leave_out(step)
             return False
         if len(self._memory) < snapshot.nbytes:
-            self._memory = _memory(snapshot.nbytes)  # kept: fresh pages cost six times the copy (measured)
+            self._memory = on_huge_pages(snapshot.nbytes)  # kept: fresh pages cost six times the copy (measured)
         late = {id(tensor) for tensor in _quiet(optimizers)} if self._late else set()
         memory = memoryview(self._memory)[: snapshot.nbytes]
         large = snapshot.write(memory, _is_large)
@@ -128,14 +127,6 @@ class _Taken:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._settle()
-
-
-def _memory(size: int) -> mmap.mmap:
-    """On whole pages, so that it can go straight to a disk; on huge ones, where the system has them: fewer to look up."""
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
