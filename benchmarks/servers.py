@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import socket
 import sys
 import tempfile
@@ -29,7 +28,6 @@ from benchmarks.servers_noise import send_noise
 from benchmarks.servers_sides import both, read, started
 from benchmarks.statistics import median_ratio
 from benchmarks.turns import Side
-from paceline.launch.environment import bit_environment
 from paceline.servers import kv
 from paceline.servers.calling import Lines, dial
 from paceline.tensors.channel import memory_of
@@ -190,8 +188,6 @@ def main() -> None:
     parser.add_argument("--noise", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if not bit_environment(1).items() <= os.environ.items():  # a run's, for all sides: memory on huge pages
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **bit_environment(1)})
     torch.set_num_threads(1)
     if options.noise:
         print(send_noise(options.noise, options.seed))

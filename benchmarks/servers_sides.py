@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.turns import HERE, python_path, wait_for_turns
 from paceline.cluster import wire
-from paceline.launch.environment import bit_environment
 from paceline.servers import kv
 from paceline.servers.serving import Serving
 from paceline.tensors.channel import memory_of
@@ -31,7 +30,7 @@ ROUNDS = 3
 def started(*arguments: str) -> Iterator[tuple[str, bytes]]:
     """A side's process, with the first line that it says, and the secret that it was given."""
     secret = secrets.token_bytes(wire.SECRET_BYTES)
-    env = {**os.environ, **bit_environment(1), "PYTHONPATH": python_path(HERE)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": python_path(HERE)}
     command = [sys.executable, "-m", "benchmarks.servers_sides", *arguments]
     with subprocess.Popen(command, cwd=HERE, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
