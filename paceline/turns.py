@@ -76,17 +76,15 @@ class Turns:
         stepper = self._stepper
         step, slot = divmod(number, self._slots)
         start = time.perf_counter()
-        batch = Batch(stepper, feed, stepper.epoch, step)
+        batch = Batch(stepper, feed, self._loader, stepper.epoch, step)
         stepper.mine, stepper.slot = [slot], slot
         share = batch.share(slot)
-        took = time.perf_counter() - start
-        stepper.split.data += took
-        stepper.split.total += took
+        stepper.split.data += time.perf_counter() - start
         taken = batch.taken(slot)
         self._delivered = Delivered(number, *tally([taken]))
         if share is not None:
             largest = max(batch.sizes) if batch.sizes is not None else taken.samples
-            yield from self._micro_batch(number, first + step, taken.samples / largest, batch, share.value)
+            yield from self._micro_batch(number, first + step, taken.samples / largest, batch, share.value, start)
 
     def over_steps(self, count: int) -> Iterator[int]:
         """For scripts that draw their own batches."""
@@ -95,7 +93,7 @@ class Turns:
                 step, slot = divmod(number, self._slots)
                 self._stepper.mine = [slot]
                 self._delivered = Delivered(number, *tally([own_draw(slot)]))
-                yield from self._micro_batch(number, first + step, 1.0, None, first + step)
+                yield from self._micro_batch(number, first + step, 1.0, None, first + step, time.perf_counter())
 
     def _numbers(self, steps: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
         """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
@@ -134,16 +132,16 @@ class Turns:
             raise
         self._over(turned, steps)
 
-    def _micro_batch(self, number: int, step: int, weight: float, batch: Batch | None, value: Any) -> Iterator[Any]:
+    def _micro_batch(
+        self, number: int, step: int, weight: float, batch: Batch | None, value: Any, since: float
+    ) -> Iterator[Any]:
         stepper = self._stepper
         stepper.step = step
         self._run._session.row.enter(Phase.REDUCE)
         for schedule in self._schedules:
             schedule.at(step)
-        start = time.perf_counter()
         self._strategy.take(number, weight, self._count)
-        stepper.split.total += time.perf_counter() - start
-        stepper.begin(batch)
+        stepper.begin(batch, since)
         set_seed(mix(self._run.settings.seed, IN_SHARE, step, 0, number % self._slots), self._run.device)
         yield value
         stepper.split.communication += self._strategy.spent_s()
@@ -176,7 +174,8 @@ class Turns:
         for each in receipts:
             if each.step >= self._written:
                 place = each.step, each.epoch, each.loader, each.batch
-                self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest), main=True)
+                if self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest)):
+                    self._run._keeping.ledger.write()
         self._written = max(self._written, steps)
 
     @property

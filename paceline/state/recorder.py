@@ -1,18 +1,16 @@
 """Taking a run's state at the end of a step at the least cost to the next one.
 
-Parameters and whatever else a script may change are copied at once, by its thread and the writer's together.
-An optimizer's own tensors (two thirds of the state, with Adam) are copied by the writer's alone, beside the next
-step's forward and backward: nothing changes them before an optimizer's next step(), and a hook holds that up until
-the copy is done. Should the script change one by hand meanwhile, its version counter tells, the checkpoint is thrown
-away, and from then on everything is copied at once. Parameters are never copied late: scripts do change them between
-steps, and through `.data` no counter tells.
+Most of the state is copied at once. An optimizer's own tensors (two thirds of it, with Adam) are copied beside
+the next step's forward and backward: nothing changes them before an optimizer's next step(), and a hook holds
+that up until the copy is done. Should the script change one by hand meanwhile, its version counter tells, the
+checkpoint is thrown away, and from then on everything is copied at once. Parameters are never copied late:
+scripts do change them between steps, and through `.data` no counter tells.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,6 @@ from paceline.state.writer import Writer
 from paceline.tensors.memory import on_huge_pages
 
 _WORTH_IT = 64 << 10  # bytes: a smaller tensor is copied sooner than handed over
-_CHUNK = 1 << 20  # bytes that one of two threads takes at a time: 0.1 ms
-Copy = tuple[torch.Tensor, memoryview]
-"""A tensor, and where its bytes go."""
 
 
 class Recorder:
@@ -45,12 +40,8 @@ class Recorder:
             self._memory = on_huge_pages(snapshot.nbytes)  # kept: fresh pages cost six times the copy (measured)
         late = {id(tensor) for tensor in _quiet(optimizers)} if self._late else set()
         memory = memoryview(self._memory)[: snapshot.nbytes]
-        large = snapshot.write(memory, _is_large)
-        self._taken = _Taken(
-            memory, [copy for copy in large if id(copy[0]) not in late], [copy for copy in large if id(copy[0]) in late]
-        )
+        self._taken = _Taken(memory, snapshot.write(memory, late))
         self._writer.write(step, self._taken)
-        self._taken.help()
         return True
 
     def settle(self) -> bool:
@@ -69,41 +60,18 @@ class Recorder:
 class _Taken:
     """Memory with a state, of which some tensors are still to come."""
 
-    def __init__(self, memory: memoryview, now: list[Copy], rest: list[Copy]) -> None:
-        """`now`: what must be copied before the script goes on; `rest`: before an optimizer's next step."""
+    def __init__(self, memory: memoryview, rest: list[tuple[torch.Tensor, memoryview]]) -> None:
         self.memory = memory
-        self._now = deque(chunk for copy in now for chunk in _chunks(*copy))
-        self._turn = threading.Lock()
-        """The writer's thread has it while it copies a chunk that the script must wait for."""
         self._rest = rest
         self._versions = [tensor._version for tensor, _ in rest]
         self._filled, self._settled = threading.Event(), threading.Event()
         self._sound = True
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def help(self) -> None:
-        """In the script's thread: copy with the writer's what cannot wait. It need not have begun, where no core is spare."""
-        while self._copy_chunk():
-            pass
-        with self._turn:
-            return
-
-    def _copy_chunk(self) -> bool:
-        try:
-            target, source = self._now.popleft()
-        except IndexError:
-            return False
-        np.copyto(target, source)
-        return True
-
     def fill(self) -> None:
         try:
-            copied = True
-            while copied:
-                with self._turn:
-                    copied = self._copy_chunk()
-            for copy in self._rest:
-                _copy_late(*copy)
+            for tensor, target in self._rest:
+                np.copyto(np.frombuffer(target, np.uint8), tensor.view(-1).view(torch.uint8).numpy())
         finally:
             self._filled.set()
 
@@ -129,40 +97,19 @@ class _Taken:
         self._settle()
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
-    """Plain memory, and enough of it to be copied by another thread."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and tensor.nbytes >= _WORTH_IT
-    )
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
-
-
-def _copy_late(tensor: torch.Tensor, target: memoryview) -> None:
-    np.copyto(np.frombuffer(target, np.uint8), _bytes_of(tensor))
-
-
-def _chunks(tensor: torch.Tensor, target: memoryview) -> Iterator[tuple[Any, Any]]:
-    source, into = _bytes_of(tensor), np.frombuffer(target, np.uint8)
-    for at in range(0, len(source), _CHUNK):
-        yield into[at : at + _CHUNK], source[at : at + _CHUNK]
-
-
 def _quiet(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    """Tensors of the optimizers' own, which only their step() changes."""
+    """Tensors of the optimizers' own, which only their step() changes, as plain memory."""
     for optimizer in optimizers:
         shared = {param.untyped_storage().data_ptr() for group in optimizer.param_groups for param in group["params"]}
         for values in optimizer.state.values():
             for value in values.values():
                 if (
                     type(value) is torch.Tensor
-                    and _is_large(value)
+                    and value.device.type == "cpu"
+                    and value.layout == torch.strided
+                    and value.is_contiguous()
                     and not value.requires_grad
+                    and value.nbytes >= _WORTH_IT
                     and value.untyped_storage().data_ptr() not in shared
                 ):
                     yield value

@@ -6,7 +6,7 @@ tensors' raw bytes behind it, each on a 64-byte boundary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -43,16 +43,14 @@ class Snapshot:
         self._header, self._places = header, places
         self.nbytes = self._first + at
 
-    def write(
-        self, memory: memoryview, later: Callable[[torch.Tensor], bool] = lambda tensor: False
-    ) -> list[tuple[torch.Tensor, memoryview]]:
-        """Into this memory. Contiguous tensors for `later` are left to the caller: returned with their places."""
+    def write(self, memory: memoryview, later: Container[int] = ()) -> list[tuple[torch.Tensor, memoryview]]:
+        """Into this memory. Contiguous tensors whose id is in `later` are left to the caller: returned with their places."""
         rest = []
         memory[:8] = len(self._header).to_bytes(8, "little")
         memory[8 : 8 + len(self._header)] = self._header
         for tensor, (_, _, at) in zip(self._tensors, self._places, strict=True):
             start = self._first + at
-            if later(tensor):
+            if id(tensor) in later:
                 rest.append((tensor, memory[start : start + tensor.nbytes]))
             elif tensor.numel():
                 raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

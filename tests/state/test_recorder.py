@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,18 +21,18 @@ from tests.state.test_snapshot import alike
 
 
 class Gate:
-    """Holds the thread that copies late until the test lets it go on."""
+    """Holds the copying thread until the test lets it go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        copy = recorder_module._copy_late
+        copy = recorder_module.np.copyto
 
-        def gated(*arguments: Any) -> None:
+        def gated(target: Any, source: Any) -> None:
             self.reached.set()
             assert self.open.wait(30)
-            copy(*arguments)
+            copy(target, source)
 
-        monkeypatch.setattr(recorder_module, "_copy_late", gated)
+        monkeypatch.setattr(recorder_module.np, "copyto", gated)
         self.held_up = threading.Event()
         before_step = recorder_module._Taken._before_step
 
@@ -205,54 +204,6 @@ def test_a_state_that_is_a_view_of_a_parameter_is_copied_at_once(training: Train
     param.data.zero_()
     gate.open.set()
     assert training.recorder.settle()
-    training.recorder.finish()
-    assert alike(training.written()[1], expected)
-
-
-def test_the_script_goes_on_when_the_writers_chunk_is_copied_too(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both copy what cannot wait; the writer's thread is the last to be done with its chunk."""
-    monkeypatch.setattr(recorder_module, "_CHUNK", 10_000)
-    begun, others_done, copy, done = threading.Event(), threading.Event(), np.copyto, list[str]()
-
-    def slow_in_the_writer(target: Any, source: Any) -> None:
-        taken = training.recorder._taken
-        if threading.current_thread() is threading.main_thread():
-            assert begun.wait(30)
-            copy(target, source)
-            if taken is not None and not taken._now:
-                others_done.set()
-        else:
-            begun.set()
-            assert others_done.wait(30)
-            copy(target, source)
-            done.append("the writer's chunk")
-
-    monkeypatch.setattr(recorder_module.np, "copyto", slow_in_the_writer)
-    expected = training.frozen()
-    assert training.take(1)
-    done.append("taken")
-    clamp_through_data(training)
-    training.recorder.finish()
-    assert done.index("taken") > 0
-    assert alike(training.written()[1], expected)
-
-
-def test_the_script_copies_alone_where_the_writer_has_not_begun(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, fill = threading.Event(), recorder_module._Taken.fill
-
-    def late(taken: Any) -> None:
-        assert go_on.wait(30)
-        fill(taken)
-
-    monkeypatch.setattr(recorder_module._Taken, "fill", late)
-    expected = training.frozen()
-    assert training.take(1)
-    clamp_through_data(training)
-    go_on.set()
     training.recorder.finish()
     assert alike(training.written()[1], expected)
 
