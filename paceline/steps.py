@@ -191,9 +191,10 @@ class Stepper:
 
     def end_turn(self, steps: int) -> None:
         """The same for a worker that runs at its own pace, while the run has come so far."""
-        self.split.total += time.perf_counter() - self._mark
+        now = time.perf_counter()
+        self.split.total += now - self._mark
         self.check_left_early()
-        self.gaps.step()
+        self.gaps.step(now)
         self._row.progress(steps, self.epoch, self.samples)
         self.active, self.batch, self.in_hand = False, None, None
 
