@@ -320,8 +320,9 @@ class Session:
         """Where this run's servers are found. A run of one has its own, in this process; so has one that will not train."""
         if self.ticket is None or self.dry_run:
             from paceline.servers.direct import OwnServer
+            from paceline.servers.shelf import Shelf
 
-            return OwnServer()
+            return OwnServer(Shelf())
         from paceline.servers.finding import Fleet
 
         return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}")
