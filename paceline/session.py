@@ -325,7 +325,26 @@ class Session:
             return OwnServer(Shelf())
         from paceline.servers.finding import Fleet
 
-        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}")
+        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "parameters")
+
+    def keys(self) -> Directory:
+        """The same for the keys of `run.kv`. Threads ask there, by a line of their own."""
+        if self.ticket is None or self.dry_run:
+            from paceline.servers.direct import OwnServer
+            from paceline.servers.keys_shelf import KeyShelf
+
+            return OwnServer(KeyShelf())
+        from paceline.servers.finding import Fleet
+
+        link = self._link(self.ticket)
+
+        def ask(message: Any) -> tuple[Any, list[int]]:
+            try:
+                return link.ask(message, self.check_run)
+            except NoLeaderError as error:
+                raise PeerLostError(f"{error}: this worker gives up") from None
+
+        return Fleet(ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "keys")
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from paceline.cluster.messages import Placed
-from paceline.servers.calling import Reply
+from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.copying import Copying
 from paceline.servers.lines import Server
 from paceline.servers.serving import Answer
@@ -23,7 +23,7 @@ class DirectLine:
         try:
             answer = Answer(*self._shelf.handle(message, memoryview(bytearray().join(body))))
         except ValueError as error:
-            future.set_exception(error)
+            future.set_exception(RefusedError(str(error)))
             return future
         raw = bytearray().join(answer.buffers)
         if answer.sent is not None:

@@ -11,6 +11,8 @@ import msgspec
 
 from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
+from paceline.servers.keys_messages import KeyCall, KeySaid
+from paceline.servers.kv import Pulled, Pushed
 
 
 class Drawing(msgspec.Struct):
@@ -118,7 +120,7 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value
+    said: Lay | Summed | Apply | Value | KeySaid
 
 
 class State(msgspec.Struct, tag=True):
@@ -139,8 +141,8 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State | KeyCall
 
 
 Call = Asked | Copy | Outline
-ANSWER = Done | Moved
+ANSWER = Done | Moved | Pushed | Pulled
