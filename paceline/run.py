@@ -138,6 +138,8 @@ class Run:
 
     def _kv_barrier(self) -> None:
         self._between_points("run.kv.barrier()")
+        if self._session.joining and self._stepper is None:
+            self._session.wait_for_loop()
         self.terms.gather(_BARRIER, bytes)
 
     @property

@@ -223,6 +223,14 @@ class Session:
             time.sleep(0.002)
         self.row.enter(Phase.SCRIPT)
 
+    def wait_for_loop(self) -> None:
+        """A newcomer before its loop. Where the others have none that it could come into, it waits until the run is over."""
+        self.row.enter(Phase.JOINING)
+        while not any(row.step or row.total_steps for row in map(self.board.see, self.view.members)):
+            self.check_run()
+            time.sleep(_POLL_S)
+        self.row.enter(Phase.SCRIPT)
+
     def next_view(self) -> View:
         """A worker of this term is gone: the view of those who remain."""
         self.take_view(self.ask(After(self.view.term))[0])
