@@ -72,12 +72,20 @@ class Fleet(msgspec.Struct):
         fewest whole copies of a fragment."""
         assert self.placement is not None
         held, led = dict.fromkeys(sorted(self.addresses), 0), dict.fromkeys(sorted(self.addresses), 0)
-        for nbytes, copies in zip(self.nbytes, self.placement.copies, strict=True):
+        keys = range(*self._room("keys"))
+        for fragment, (nbytes, copies) in enumerate(zip(self.nbytes, self.placement.copies, strict=True)):
+            if fragment in keys:
+                continue  # they count for the placement, but have no size that is known here
             led[copies.primary] += nbytes
             for server in copies.holders:
                 held[server] += nbytes
         fewest = min((len(copies.whole) for copies in self.placement.copies), default=0)
         return {"layout": self.number, "bytes": held, "leads": led, "copies": fewest}
+
+    def _room(self, name: str) -> tuple[int, int]:
+        """From which fragment to which."""
+        first, count = self.rooms.get(name, (0, 0))
+        return first, first + count
 
     def _go_on(self) -> None:
         if not self.nbytes:

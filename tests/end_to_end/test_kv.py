@@ -130,39 +130,57 @@ def test_a_barrier_does_not_wait_for_the_dead(tmp_path: Path) -> None:
     assert left_processes(str(tmp_path)) == []
 
 
-BESIDE = HEAD + BODY.replace(
-    "run.prepare(model, optimizer, loader)",
-    """
+BESIDE = (
+    "import time"
+    + HEAD
+    + BODY.replace(
+        "run.prepare(model, optimizer, loader)",
+        """
 if run.is_main:
     run.kv.push("steps", torch.zeros((), dtype=torch.int64), "assign")
 run.kv.barrier()
 run.prepare(model, optimizer, loader)
 """,
-).replace(
-    "optimizer.zero_grad()\n",
-    """optimizer.zero_grad()
+    ).replace(
+        "optimizer.zero_grad()\n",
+        """optimizer.zero_grad()
         if run.is_main:
             run.kv.wait(run.kv.push("steps", torch.ones((), dtype=torch.int64)))
         run.log(steps=run.step)
-        while HOLD and run.step >= 6 and not (run.dir / "go").exists(): pass
+        while run.step >= 6 and not (run.dir / "go").exists():
+            time.sleep(0.001)
 version, steps = run.kv.pull("steps").result()
 assert (version, int(steps)) == (run.step + 1, run.step), (version, steps, run.step)
 """,
+    )
 )
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps"])
 def test_keys_beside_a_strategy_are_in_its_checkpoints(tmp_path: Path, strategy: str) -> None:
     """Every process is killed; the key has what it had at the checkpoint's step, and its version goes on from there."""
-    flags = ["--strategy", strategy, "--servers", "2", "--checkpoint-every", "2"]
-    script = write_script(tmp_path, BESIDE.replace("HOLD", "True"))
-    doomed = Doomed(tmp_path, script, 2, flags)
+    flags = ["--slots", "2", "--strategy", strategy, "--servers", "2", "--checkpoint-every", "2"]
+    doomed = Doomed(tmp_path, write_script(tmp_path, BESIDE), 2, flags)
     doomed.wait_for((doomed.folder / "checkpoints" / "step-00000004" / "manifest.json").exists)
     doomed.kill()
     finish(doomed)  # type: ignore[arg-type]
     done = paceline("resume", "--runs", "runs", "it", "-n", "1", "--servers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "going on from step" in done.stderr
+
+
+def test_keys_and_parameters_both_survive_each_server(tmp_path: Path) -> None:
+    """They are at the same servers, in rooms of one layout."""
+    with going(tmp_path, BESIDE, "-n", "2", "--slots", "2", "--strategy", "ps", "--servers", "2") as run:
+        run.wait_for_step(6)
+        for server in range(2):
+            os.kill(pid_of(run, server), signal.SIGKILL)
+            run.wait_for(settled(run, server), f"a layout without server {server}")
+        finish(run)
+        result = ended(run)
+    assert result.code == 0, result.err
+    plain = launch(tmp_path, HEAD + BODY, "-n", "1", "--slots", "2", name="plain")
+    assert result.weights == plain.weights
 
 
 LENET = Path(__file__).resolve().parents[2] / "examples" / "kv_lenet.py"
