@@ -92,6 +92,9 @@ def main() -> None:
         run.log(accuracy=accuracy)  # of the same weights: nobody pushes before all have come out of evaluate()
         if run.is_main:
             print(f"epoch {epoch + 1}: test accuracy {accuracy:.4f}, {time.monotonic() - start:.1f} s", flush=True)
+        run.kv.barrier()
+        if run.stopped:  # by --target 'accuracy>=0.87', Ctrl-C, …: the same on all behind a barrier
+            break
 
 
 if __name__ == "__main__":

@@ -140,7 +140,10 @@ class Run:
         self._between_points("run.kv.barrier()")
         if self._session.joining and self._stepper is None:
             self._session.wait_for_loop()
-        self.terms.gather(_BARRIER, bytes)
+        if self._stepper is None:  # a loop of the script's own: this is where its workers agree
+            self._stopping.agree(0, self.metrics)
+        else:
+            self.terms.gather(_BARRIER, bytes)
 
     @property
     def stopped(self) -> str | None:

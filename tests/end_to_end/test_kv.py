@@ -130,6 +130,24 @@ def test_a_barrier_does_not_wait_for_the_dead(tmp_path: Path) -> None:
     assert left_processes(str(tmp_path)) == []
 
 
+STOPS = """
+import torch, paceline
+run = paceline.init()
+for number in range(10):
+    if number == 4 and run.rank == 1:
+        run.stop("enough")
+    run.kv.barrier()
+    if run.stopped:
+        break
+assert number == 4, number
+"""
+
+
+def test_a_stop_is_agreed_on_at_a_barrier(tmp_path: Path) -> None:
+    result = launch(tmp_path, STOPS, "-n", "2", "--servers", "1")
+    assert result.code == 0 and result.summary["exit"] == "run.stop() on worker 1", result.err
+
+
 BESIDE = (
     "import time"
     + HEAD
