@@ -4,32 +4,50 @@ server (`copying`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import torch
 
 from paceline.servers.carried import DTYPES
+from paceline.servers.clocks import parse
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.lines import Line
 from paceline.servers.messages import (
     Apply,
+    Asking,
+    Begin,
     Call,
     Done,
     Drawing,
+    Enter,
+    Hold,
     Lay,
+    Lost,
+    Noted,
+    Notes,
     Outline,
     Part,
     Pull,
+    Push,
     Sealed,
+    Stage,
     State,
     Summed,
     Total,
+    Turn,
+    Unheard,
     Value,
 )
+from paceline.servers.registry import Answer, Registry
+
+Copied = Said | Noted | Notes
 
 
-class Shelf(Copying[Held]):
+class Shelf(Copying[Any]):
+    """Of `Held`, and of the `Registry` where workers go at their own pace: both know, do and tell what is said."""
+
     _drawing: Drawing | None = None
     _drawn = b""
     """The same, encoded."""
@@ -55,7 +73,7 @@ class Shelf(Copying[Held]):
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answered:
         match call:
-            case Lay() | Value() | Apply():
+            case Lay() | Value() | Apply() | Stage() | Notes():
                 self._hear(call, body)
             case Part():
                 self._part(call, body)
@@ -66,12 +84,14 @@ class Shelf(Copying[Held]):
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
                 return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
+            case Begin() | Enter() | Turn() | Push() | Lost() | Unheard() | Hold():
+                return self._register(call, body)
             case State(fragment):
                 with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
         return Done(), ()
 
-    def _hear(self, said: Said, body: memoryview) -> None:
+    def _hear(self, said: Said | Notes, body: memoryview) -> None:
         bodies = self._cut(said, body)
         with self._locked(said.fragments) as helds:
             fresh = {
@@ -102,28 +122,52 @@ class Shelf(Copying[Held]):
         with self._locked([fragment]) as (held,):
             if asked.wait:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
-            return held.sealed(asked.step, asked.call)
+            return bool(held.sealed(asked.step, asked.call))
 
     def _pulled(self, fragment: int, version: int) -> torch.Tensor:
-        """Nobody changes it before this worker has brought its part of the next step."""
+        """Where workers step together nobody changes it before this one has brought its part of the next step."""
+        assert self._drawing is not None
         with self._locked([fragment]) as (held,):
             self._await(fragment, held, lambda: held.version >= version)
-            return held.value
+            value: torch.Tensor = held.value
+            return value.clone() if self._drawing.slots else value
 
-    def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
+    def _register(self, call: Asking, body: memoryview) -> Answered:
+        """What is asked of the register: it may have to wait, and be considered again whenever that has changed."""
+        assert self._drawing is not None
+        number = len(self._drawing.fragments)
+        with self._locked([number]) as (registry,):
+            while True:
+                answer: Answer | None
+                answer, state = registry.draft(call, body)
+                if state:
+                    noted = Noted(registry.version + 1, [number])
+                    self._tell(noted, {number: memoryview(state)})
+                    registry.do(noted, memoryview(state))
+                if answer is not None:
+                    return answer
+                registry.changed.wait(LOOK_S)
+                if self._held.get(number) is not registry:
+                    raise NotPrimary
+                self._check_primary([number])
+
+    def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply)):
+        if isinstance(message, (Lay, Apply, Noted, Notes)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
-            size = self._made(fragment).value.nbytes
+            held = self._made(fragment)
+            if isinstance(held, Registry):
+                raise ValueError("there are no values in the register")
+            size = held.value.nbytes
             bodies[fragment] = body[at : at + size]
             at += size
         if at != len(body):
             raise ValueError(f"{len(body)} bytes for fragments of {at}")
         return bodies
 
-    def _await(self, fragment: int, held: Held, moment: Callable[[], bool]) -> None:
+    def _await(self, fragment: int, held: Any, moment: Callable[[], bool]) -> None:
         """Under the fragment's lock."""
 
         def over() -> bool:
@@ -134,12 +178,15 @@ class Shelf(Copying[Held]):
         if not moment():
             raise NotPrimary
 
-    def _joined(self, said: Said, bodies: Sequence[memoryview]) -> Sequence[memoryview]:
+    def _joined(self, said: Copied, bodies: Sequence[memoryview]) -> Sequence[memoryview]:
         """What is said of all fragments together has one body."""
         return bodies[:1] if isinstance(said, Apply) else bodies
 
-    def _new(self, fragment: int, since: int) -> Held:
-        if self._drawing is None or not 0 <= fragment < len(self._drawing.fragments):
+    def _new(self, fragment: int, since: int) -> Held | Registry:
+        drawing = self._drawing
+        if drawing is None or not 0 <= fragment < len(drawing.fragments) + bool(drawing.slots):
             raise ValueError(f"there is no fragment {fragment}")
-        found = self._drawing.fragments[fragment]
-        return Held(found, DTYPES[self._drawing.flats[found.flat]], self._drawing.optimizers, since)
+        if fragment == len(drawing.fragments):
+            return Registry(parse(drawing.mode), drawing.slots, since)
+        found = drawing.fragments[fragment]
+        return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)
