@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
-_LINEAGE = mix(203)
+_LINEAGE, _KEYS = mix(203), mix(206)
 
 
 class Keeping:
@@ -40,8 +40,9 @@ class Keeping:
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
 
-    def capture(self) -> Snapshot:
-        """The state between two steps; its tensors are references until it is written."""
+    def capture(self, keys: bool = False) -> Snapshot:
+        """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a
+        newcomer finds where they are, if they are wanted."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -52,6 +53,7 @@ class Keeping:
                 "replica": run._replica.capture(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
+                "keys": run._kv.state_dict() if keys and run._kv is not None else {},
                 "registered": {name: item.state_dict() for name, item in run._registered.items()},
                 "state": run.state,
                 "metrics": run.metrics,
@@ -103,11 +105,23 @@ class Keeping:
         self.restore(snapshot)
         assert run._stepper is not None
         run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
+        self._bring_back(snapshot.tree["keys"])
         self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
             run._session.notice(f"going on from step {run.step} ({path.name})")
             run._session.folder.event("resumed", str(path), step=run.step, workers=run._session.workers)
+
+    def _bring_back(self, keys: dict[str, Any]) -> None:
+        """Main does, and nobody goes on before."""
+
+        def bring() -> bytes:
+            if self._run.is_main:
+                self._run.kv.load_state_dict(keys)
+            return b""
+
+        if keys:
+            self._run.terms.gather(_KEYS, bring)
 
     # receipts
 
@@ -173,7 +187,7 @@ class Keeping:
             if register is not None:
                 assert run._feeding.turns is not None
                 run._feeding.turns.settle(register)
-            if self._recorder.take(run.step, self.capture(), run._replica.optimizers):
+            if self._recorder.take(run.step, self.capture(keys=True), run._replica.optimizers):
                 self._owed = False
 
     def _may_publish(self) -> bool:

@@ -230,6 +230,14 @@ class Session:
             time.sleep(0.002)
         self.row.enter(Phase.SCRIPT)
 
+    def wait_for_loop(self) -> None:
+        """A newcomer before its loop. Where the others have none that it could come into, it waits until the run is over."""
+        self.row.enter(Phase.JOINING)
+        while not any(row.step or row.total_steps for row in map(self.board.see, self.view.members)):
+            self.check_run()
+            time.sleep(_POLL_S)
+        self.row.enter(Phase.SCRIPT)
+
     def next_view(self) -> View:
         """A worker of this term is gone: the view of those who remain."""
         self.take_view(self.ask(After(self.view.term))[0])
@@ -345,11 +353,31 @@ class Session:
         """Where this run's servers are found. A run of one has its own, in this process; so has one that will not train."""
         if self.ticket is None or self.dry_run:
             from paceline.servers.direct import OwnServer
+            from paceline.servers.shelf import Shelf
 
-            return OwnServer()
+            return OwnServer(Shelf())
         from paceline.servers.finding import Fleet
 
-        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}")
+        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "parameters")
+
+    def keys(self) -> Directory:
+        """The same for the keys of `run.kv`. Threads ask there, by a line of their own."""
+        if self.ticket is None or self.dry_run:
+            from paceline.servers.direct import OwnServer
+            from paceline.servers.keys_shelf import KeyShelf
+
+            return OwnServer(KeyShelf())
+        from paceline.servers.finding import Fleet
+
+        link = self._link(self.ticket)
+
+        def ask(message: Any) -> tuple[Any, list[int]]:
+            try:
+                return link.ask(message, self.check_run)
+            except NoLeaderError as error:
+                raise PeerLostError(f"{error}: this worker gives up") from None
+
+        return Fleet(ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "keys")
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -34,8 +34,8 @@ class Admiral:
         match message:
             case messages.ServerReady(address):
                 self._relay(lambda fleet: fleet.came(self._journal.role(number)[1], address), f"{name} is here")
-            case messages.Sizes(nbytes):
-                self._relay(lambda fleet: fleet.sized(nbytes), "main has said what is to be held")
+            case messages.Sizes(nbytes, room):
+                self._relay(lambda fleet: fleet.sized(nbytes, room), f"{name} has said what {room} are to be held")
             case messages.Filled(server, since):
                 why = f"server {server} has all that {name} copied to it"
                 self._relay(lambda fleet: fleet.filled(server, since), why)

@@ -156,4 +156,4 @@ def _placed(fleet: Fleet) -> messages.Placed:
     filled = [sorted(each.filled) for each in copies]
     holders = [list(each.holders) for each in copies]
     since = [[known[server] for server in each] for known, each in zip(fleet.since, holders, strict=True)]
-    return messages.Placed(fleet.number, holders, since, filled, fleet.addresses)
+    return messages.Placed(fleet.number, holders, since, filled, fleet.addresses, fleet.rooms)

@@ -25,7 +25,9 @@ class Fleet(msgspec.Struct):
     addresses: dict[int, str] = {}
     """Of each server that is there."""
     nbytes: list[int] = []
-    """The size of each fragment, once main has told."""
+    """The size of each fragment, once a worker has told."""
+    rooms: dict[str, tuple[int, int]] = {}
+    """What the fragments are of: the first one's number, and how many. A room's fragments follow those of the rooms before."""
     placement: Placement | None = None
     since: list[dict[int, int]] = []
     """For each fragment, the layout by which each of its holders came to hold it."""
@@ -39,10 +41,11 @@ class Fleet(msgspec.Struct):
         self.addresses[server] = address
         self._go_on()
 
-    def sized(self, nbytes: list[int]) -> None:
-        """What is to be held. Told again by whoever is main after the first one; it is the same."""
-        if not self.nbytes:
-            self.nbytes = nbytes
+    def sized(self, nbytes: list[int], room: str = "parameters") -> None:
+        """What is to be held in a room. Told again by other workers; it is the same."""
+        if room not in self.rooms:
+            self.rooms[room] = len(self.nbytes), len(nbytes)
+            self.nbytes = [*self.nbytes, *nbytes]
             self._go_on()
 
     def died(self, server: int) -> bool:
@@ -69,28 +72,43 @@ class Fleet(msgspec.Struct):
         fewest whole copies of a fragment."""
         assert self.placement is not None
         held, led = dict.fromkeys(sorted(self.addresses), 0), dict.fromkeys(sorted(self.addresses), 0)
-        for nbytes, copies in zip(self.nbytes, self.placement.copies, strict=True):
+        keys = range(*self._room("keys"))
+        for fragment, (nbytes, copies) in enumerate(zip(self.nbytes, self.placement.copies, strict=True)):
+            if fragment in keys:
+                continue  # they count for the placement, but have no size that is known here
             led[copies.primary] += nbytes
             for server in copies.holders:
                 held[server] += nbytes
         fewest = min((len(copies.whole) for copies in self.placement.copies), default=0)
         return {"layout": self.number, "bytes": held, "leads": led, "copies": fewest}
 
+    def _room(self, name: str) -> tuple[int, int]:
+        """From which fragment to which."""
+        first, count = self.rooms.get(name, (0, 0))
+        return first, first + count
+
     def _go_on(self) -> None:
         if not self.nbytes:
             return
         if self.placement is not None:
-            mended = place(self.nbytes, self._servers, self.replicas, self.placement)
+            mended = place(self.nbytes, self._servers, self.replicas, self._with_new_rooms(self.placement))
             self._become(balance(self.nbytes, self._servers, self.replicas, mended))
         elif len(self.addresses) >= self.wanted:
             self._become(place(self.nbytes, self._servers, self.replicas))
+
+    def _with_new_rooms(self, placement: Placement) -> Placement:
+        """The copies of what is to be held from now on begin with nothing, as those of a first placement."""
+        fresh = place(self.nbytes[len(placement.copies) :], self._servers, self.replicas)
+        return Placement((*placement.copies, *fresh.copies), placement.lost)
 
     def _become(self, placement: Placement) -> None:
         if placement == self.placement:
             return
         self.number += 1
-        before = self.placement.copies if self.placement is not None else [None] * len(self.nbytes)
-        since: list[dict[int, int]] = self.since or [{} for _ in self.nbytes]
+        known = self.placement.copies if self.placement is not None else ()
+        fresh = len(self.nbytes) - len(known)
+        before: list[Copies | None] = [*known, *[None] * fresh]
+        since: list[dict[int, int]] = [*self.since, *({} for _ in range(fresh))]
         self.since = [self._since(*each) for each in zip(before, placement.copies, since, strict=True)]
         self.placement = placement
 

@@ -118,9 +118,10 @@ class ServerReady(msgspec.Struct, tag=True):
 
 
 class Sizes(msgspec.Struct, tag=True):
-    """Main says how large each fragment is."""
+    """How large each fragment is of what servers shall hold in a room; answered when it is written down."""
 
     nbytes: list[int]
+    room: str = "parameters"
 
 
 class Filled(msgspec.Struct, tag=True):
@@ -148,6 +149,14 @@ class Placed(msgspec.Struct, tag=True):
     filled: list[list[int]]
     """Of each fragment: the backups that hold all of it."""
     addresses: dict[int, str]
+    rooms: dict[str, tuple[int, int]] = {}
+    """What the fragments are of: the first one's number, and how many."""
+
+    def of(self, room: str) -> Placed:
+        """The layout of one room, whose fragments are numbered by themselves there."""
+        first, count = self.rooms.get(room, (0, 0))
+        mine = slice(first, first + count)
+        return Placed(self.number, self.holders[mine], self.since[mine], self.filled[mine], self.addresses)
 
 
 class Done(msgspec.Struct, tag=True):

@@ -11,6 +11,8 @@ import msgspec
 
 from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
+from paceline.servers.keys_messages import KeyCall, KeySaid
+from paceline.servers.kv import Pulled, Pushed
 from paceline.servers.register import Counted, Delivered, Receipt
 
 
@@ -151,7 +153,7 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value | Stage | Noted | Notes
+    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | KeySaid
 
 
 class State(msgspec.Struct, tag=True):
@@ -273,8 +275,8 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | KeyCall
 
 
 Call = Asked | Copy | Outline
-ANSWER = Done | Moved | Begun | Turned | Number | Tail
+ANSWER = Done | Moved | Begun | Turned | Number | Tail | Pushed | Pulled

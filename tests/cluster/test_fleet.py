@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.cluster.answering import _placed
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.journal import Journal
 
@@ -66,10 +67,10 @@ class Servers(RuleBasedStateMachine):
         return self.fleet.placement is not None and not self.over
 
     def follow(self) -> None:
-        """Servers get the layout; those of the first one begin with nothing, and that is all there is."""
-        if self.fleet.number and not self.done:
-            self.done = [0] * self.fragments
-            for fragment in range(self.fragments):
+        """Servers get the layout; those of a room's first one begin with nothing, and that is all there is."""
+        if self.fleet.number:
+            for fragment in range(len(self.done), self.fragments):
+                self.done.append(0)
                 self.seen |= {self.copy(fragment, server): 0 for server in self.holders(fragment)}
 
     # what happens
@@ -100,10 +101,15 @@ class Servers(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.over)
     @rule(nbytes=st.lists(st.integers(1, 100), min_size=1, max_size=6))
-    def main_tells_the_sizes(self, nbytes: list[int]) -> None:
-        self.fragments = self.fragments or len(nbytes)
-        self.fleet.sized(nbytes)
+    def main_tells_the_sizes(self, nbytes: list[int], room: str = "parameters") -> None:
+        self.fleet.sized(nbytes, room)
+        self.fragments = len(self.fleet.nbytes)
         self.follow()
+
+    @precondition(lambda self: not self.over and self.fleet.addresses)
+    @rule(nbytes=st.lists(st.integers(1, 100), min_size=1, max_size=4))
+    def somebody_wants_keys(self, nbytes: list[int]) -> None:
+        self.main_tells_the_sizes(nbytes, "keys")
 
     @precondition(lambda self: self.going)
     @rule(data=st.data())
@@ -188,6 +194,23 @@ def three_servers(replicas: int = 2, fragments: int = 3) -> Fleet:
         fleet.came(server, f"at {server}")
     fleet.sized([100] * fragments)
     return fleet
+
+
+def test_a_room_that_is_asked_for_later_gets_fragments_behind_those_that_are_there() -> None:
+    fleet = three_servers(fragments=2)
+    fleet.died(0)
+    before = fleet.placement
+    assert before is not None
+    fleet.sized([1] * 4, "keys")
+    fleet.sized([9], "keys")
+    assert fleet.rooms == {"parameters": (0, 2), "keys": (2, 4)} and fleet.placement is not None
+    assert fleet.placement.copies[:2] == before.copies
+    placed = _placed(fleet)
+    keys = placed.of("keys")
+    assert keys.number == placed.number and keys.holders == placed.holders[2:] and len(keys.since) == 4
+    assert all({*holders} == {1, 2} for holders in keys.holders), "and both of them begin with nothing, as a copy"
+    assert keys.filled == [holders[1:] for holders in keys.holders]
+    assert placed.of("rows").holders == []
 
 
 def test_nothing_is_laid_out_before_all_servers_are_there_and_the_sizes_are_known() -> None:
