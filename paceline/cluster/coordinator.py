@@ -68,8 +68,8 @@ class Coordinator:
                     self._raised(worker, message)
             case messages.Stop(who, kill):
                 self.stop(who, _kill_words(who) if kill else who.words, kill)
-            case messages.Scale(count):
-                refusal = self._scale(count)
+            case messages.Scale(workers, servers):
+                refusal = self._scale(workers, servers)
                 return messages.Refused(refusal) if refusal else messages.Done()
             case _:
                 raise ValueError(f"nobody says {type(message).__name__} to a coordinator")
@@ -124,17 +124,28 @@ class Coordinator:
             self.save()
             self.changed()
 
-    def _scale(self, count: int) -> str:
+    def _scale(self, workers: int | None, servers: int | None) -> str:
         """Train with so many; why not, if that cannot be."""
+        refusal = self._why_not(workers) if workers is not None else ""
+        refusal = refusal or (self._admiral.why_not(servers) if servers is not None else "")
+        if refusal:
+            return refusal
+        if workers is not None:
+            words = f"going to {workers} worker{'s' * (workers != 1)}"
+            self._folder.event("scaling", f"{workers} workers were asked for", notice=words)
+            self.follow_up(self.membership.scale(workers))
+        if servers is not None:
+            self._admiral.scale(servers)
+        return ""
+
+    def _why_not(self, workers: int) -> str:
         slots = self._slots()
-        if not 1 <= count <= slots:
-            return f"{count} workers for {slots} slots: a run trains with 1 to {slots} workers"
+        if not 1 <= workers <= slots:
+            return f"{workers} workers for {slots} slots: a run trains with 1 to {slots} workers"
         if not self._job.survives_deaths:
             return "this run cannot change its workers: it uses groups of torch (--transport gloo or nccl)"
-        if count > self.journal.room:
-            return f"{count} workers, and the machines have places for {self.journal.room}: let another machine join"
-        self._folder.event("scaling", f"{count} workers were asked for", notice=f"going to {count} workers")
-        self.follow_up(self.membership.scale(count))
+        if workers > self.journal.room:
+            return f"{workers} workers, and the machines have places for {self.journal.room}: let another machine join"
         return ""
 
     def _slots(self) -> int:

@@ -209,9 +209,10 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Scale(msgspec.Struct, tag=True):
-    """Train with so many workers from now on."""
+    """Train with so many workers and servers from now on; None: as it is."""
 
-    workers: int
+    workers: int | None = None
+    servers: int | None = None
 
 
 Message = (

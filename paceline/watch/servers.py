@@ -39,6 +39,8 @@ class _Story:
     servers: dict[int, _Server] = field(default_factory=dict)
     failovers: list[_Failover] = field(default_factory=list)
     copies: int = 0
+    asked: int | None = None
+    """How many there should be since the last `paceline scale`."""
 
     def take(self, event: dict[str, Any]) -> None:
         now, server = event["time"], event.get("server", -1)
@@ -52,8 +54,15 @@ class _Story:
                 self.servers[server].ended, self.servers[server].end = now, event["why"]
                 if event["lost"]:
                     self.failovers.append(_Failover(server, now, self.copies))
-            case "starting a server" if self.failovers:
-                self.failovers[-1].replacement = server
+            case "starting a server" if "replaces" in event:
+                for failover in self.failovers:
+                    if failover.server == event["replaces"]:
+                        failover.replacement = server
+            case "scaling" if "servers" in event:
+                self.asked = event["servers"]
+                self.copies = min(self.copies, event["servers"])
+                for failover in self.failovers:
+                    failover.copies = min(failover.copies, event["servers"])
             case "layout":
                 self._lay_out(now, event)
 
@@ -79,6 +88,8 @@ def servers_of(events: Iterable[dict[str, Any]]) -> list[list[Row]]:
     if not story.servers:
         return []
     lost = f", {len(story.failovers)} of them lost" if story.failovers else ""
+    if story.asked is not None:
+        lost += f"; scaled to {story.asked}"
     count = len(story.servers)
     head: list[Row] = [(f"{count} server{'s' * (count != 1)}{lost}",)]
     servers: list[Row] = [("server", "from", "to", "holds", "answers for", "end")]

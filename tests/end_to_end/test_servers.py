@@ -313,6 +313,52 @@ def test_a_frozen_server_is_evicted(tmp_path: Path, undisturbed: dict[int, str])
     check(result, undisturbed)
 
 
+# another number of servers
+
+
+def test_servers_come_and_go_while_it_trains(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """From one to three, from three to one; whoever is there at the end was not there at the beginning."""
+    with going(tmp_path, SCRIPT, *held(2, 1), args=("15", "58")) as run:
+        run.wait_for_step(2)
+        assert paceline("scale", "it", "--servers", "3", cwd=tmp_path).returncode == 0
+        run.wait_for(lambda: len(fleet(run).addresses) == 3 and fleet(run).settled, "three servers")
+        assert fleet(run).described()["copies"] == 2
+        os.kill(pid_of(run, 0), signal.SIGKILL)
+        run.wait_for(settled(run, 0), "a layout without server 0")
+        done = paceline("scale", "it", "--servers", "1", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "it goes to 1 server\n")
+        run.wait_for(lambda: len(fleet(run).addresses) == 1 and fleet(run).settled, "one server")
+        result = finish(run)
+    check(result, undisturbed)
+    assert "going to 3 servers" in result.err and "the parameters are at 3 servers now, 2 copies of each" in result.err
+    assert "goes: others hold all that it held" in result.err
+    ends = {event["server"]: event["why"] for event in result.events() if event["event"] == "server ended"}
+    assert sorted(ends.values()) == [
+        "others hold all that it held",
+        "others hold all that it held",
+        "the run is over",
+        "was killed by SIGKILL",
+    ]
+    shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "4 servers, 1 of them lost; scaled to 1" in shown and "--servers 1 was asked for" in shown
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_a_number_of_servers_that_cannot_be(tmp_path: Path) -> None:
+    with going(tmp_path, SCRIPT, *held(1, 1), args=LONG) as run:
+        run.wait_for_step(2)
+        for flags, why in (
+            (("--servers", "0"), "somebody must hold the parameters"),
+            (("--servers", "900"), "may start 100 more"),
+            (("-n", "7", "--servers", "2"), "7 workers for 6 slots"),
+            ((), "--servers"),
+        ):
+            refused = paceline("scale", "it", *flags, cwd=tmp_path)
+            assert refused.returncode == 2 and why in refused.stderr, refused.stderr
+        assert len(fleet(run).addresses) == 1
+        finish(run)
+
+
 @pytest.mark.parametrize(("servers", "flags"), [(2, ("--replicas", "1")), (1, ())], ids=["one copy", "one server"])
 def test_a_death_that_nobody_can_make_good(tmp_path: Path, servers: int, flags: tuple[str, ...]) -> None:
     with going(tmp_path, SCRIPT, *held(2, servers, *flags), args=LONG) as run:
