@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline import survival
 from paceline.cluster import messages
 from paceline.cluster.ends import KILLS, crash_trace, exit_words
 from paceline.cluster.fleet import Fleet
-from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.watch.folder import RunFolder
 
@@ -24,8 +21,8 @@ _NOT_NEEDED = "others hold all that it held"
 
 
 class Admiral:
-    def __init__(self, coordinator: Coordinator, job: Job, folder: RunFolder) -> None:
-        self._coordinator, self._job, self._folder = coordinator, job, folder
+    def __init__(self, coordinator: Coordinator, folder: RunFolder) -> None:
+        self._coordinator, self._folder = coordinator, folder
 
     @property
     def _journal(self) -> Journal:
@@ -75,7 +72,7 @@ class Admiral:
         self._coordinator.save()
         _, server = self._journal.role(number)
         lost = number not in self._journal.doomed and not self._coordinator.over
-        why = exit_words(code) if lost else _NOT_NEEDED if server in self._journal.fleet.gone else "the run is over"
+        why = exit_words(code) if lost else self._why_ended(server)
         self._folder.event("server ended", why, server=server, exit_code=code, lost=lost)
         if not lost:
             return
@@ -83,14 +80,14 @@ class Admiral:
         if code not in KILLS:  # a mistake, which another server would only repeat
             self._coordinator.fail(self._journal.name(number), why, trace, code if code > 0 else 1, number)
         elif not self._spare_server(number, server, why):
-            text = f"{why}, and no other server had a copy of all that it held; {self._way_out()}"
-            self._coordinator.fail(self._journal.name(number), text, worker=number)
+            words = f"{self._journal.name(number)} {why}, and no other server had a copy of all that it held"
+            self._coordinator.rollback.begin(words)
 
-    def _way_out(self) -> str:
-        address = self._folder.checkpoints
-        # Looking at an address of fsspec may take longer than this leader's lease; `paceline resume` will.
-        checkpointed = "://" in address or any(Path(address).glob("step-*"))
-        return survival.after_the_last_copy(self._job.settings, self._folder.id, checkpointed)
+    def _why_ended(self, server: int) -> str:
+        """One that was told to."""
+        if server in self._journal.fleet.gone:
+            return _NOT_NEEDED
+        return "the run goes back to a checkpoint" if self._coordinator.rollback.under_way else "the run is over"
 
     def _spare_server(self, number: int, server: int, why: str) -> bool:
         """Whether the run goes on without this server; another one comes in its place."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MARK = "PACELINE_TICKET"
+NEWEST = "newest"
+"""Instead of a checkpoint's name: whichever is the newest that can be read, if there is one."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class _Failover:
     replacement: int | None = None
     replaced: float | None = None
     whole: float | None = None
+    over: bool = False
+    """The run went back to a checkpoint: what comes later is not its doing."""
 
 
 @dataclass
@@ -39,6 +41,7 @@ class _Story:
     servers: dict[int, _Server] = field(default_factory=dict)
     failovers: list[_Failover] = field(default_factory=list)
     copies: int = 0
+    rollbacks: int = 0
     asked: int | None = None
     """How many there should be since the last `paceline scale`."""
 
@@ -58,6 +61,10 @@ class _Story:
                 for failover in self.failovers:
                     if failover.server == event["replaces"]:
                         failover.replacement = server
+            case "rolling back":
+                self.rollbacks += 1
+                for failover in self.failovers:
+                    failover.over = True
             case "scaling" if "servers" in event:
                 self.asked = event["servers"]
                 self.copies = min(self.copies, event["servers"])
@@ -70,7 +77,7 @@ class _Story:
         for name, nbytes in event["bytes"].items():
             if int(name) in self.servers:
                 self.servers[int(name)].holds, self.servers[int(name)].leads = nbytes, event["leads"][name]
-        for failover in self.failovers:
+        for failover in [failover for failover in self.failovers if not failover.over]:
             failover.took_over = failover.took_over or now
             if failover.whole is None and event["copies"] >= failover.copies:
                 failover.whole = now
@@ -90,6 +97,8 @@ def servers_of(events: Iterable[dict[str, Any]]) -> list[list[Row]]:
     lost = f", {len(story.failovers)} of them lost" if story.failovers else ""
     if story.asked is not None:
         lost += f"; scaled to {story.asked}"
+    if story.rollbacks:
+        lost += f"; back to a checkpoint {story.rollbacks} time{'s' * (story.rollbacks != 1)}"
     count = len(story.servers)
     head: list[Row] = [(f"{count} server{'s' * (count != 1)}{lost}",)]
     servers: list[Row] = [("server", "from", "to", "holds", "answers for", "end")]

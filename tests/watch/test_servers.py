@@ -64,6 +64,22 @@ def test_a_failover_that_came_to_nothing() -> None:
     assert failed[1:] == [("server 1", "5.0 s", "-", "-", "-")]
 
 
+def test_a_failover_ends_where_the_run_goes_back() -> None:
+    head, _, failovers = servers_of(
+        [
+            *(*BEGINS, *DIES, event(5.1, "server ended", "was killed by SIGKILL", server=0, lost=True)),
+            event(5.1, "rolling back"),
+            event(6.0, "server started", server=3),
+            layout(6.1, 2, s3=(3072, 3072)),
+        ]
+    )
+    assert head == [("3 servers, 2 of them lost; back to a checkpoint 1 time",)]
+    assert failovers[1:] == [
+        ("server 1", "5.0 s", "+0.01 s", "server 2 -", "-"),
+        ("server 0", "5.1 s", "-", "-", "-"),
+    ]
+
+
 def test_a_resumed_run_has_servers_of_its_own() -> None:
     head, servers = servers_of([*BEGINS, *DIES, event(20.0, "launched"), event(21.0, "server started", server=0)])
     assert head == [("1 server",)] and servers[1][:3] == ("0", "21.0 s", "")
