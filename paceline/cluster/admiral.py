@@ -30,6 +30,8 @@ class Admiral:
 
     def hear(self, number: int, message: msgspec.Struct) -> None:
         """From the process of this number."""
+        if self._coordinator.rollback.under_way or self._coordinator.over:
+            return  # nobody is started in place of those that are being ended
         name = self._journal.name(number)
         match message:
             case messages.ServerReady(address):

@@ -340,7 +340,7 @@ class Coordinator:
         exits = self.journal.exits
         late = self.journal.running
         if late and not self.rollback.under_way and all(number in exits for number in self.membership.settled.members):
-            self.membership.starts_left = 0  # nobody comes in their place
+            self.membership.starts_left = self.journal.fleet.starts_left = 0  # nobody comes in their place
             if not set(late) <= set(self.journal.doomed):
                 self.journal.doomed = sorted({*self.journal.doomed, *late})
                 self.save()
