@@ -4,6 +4,7 @@
 with AdamW, at 1 to 4 workers and 1 to 3 servers. Each pair runs once left alone, and once a seed with a worker and a
 server killed at random steps. A worker is killed where there is another one. A single server's death takes the only copy,
 so that run goes back to a checkpoint. One line a pair; ends with 1 if any hash is not that of one all-reduce worker.
+On two cores one optimizer takes about four minutes a seed.
 """
 
 from __future__ import annotations
@@ -37,31 +38,39 @@ class Case:
     def plan(self, seed: int) -> list[str]:
         """Who is killed when."""
         dice = random.Random(f"{self} {seed}")
-        plan = [f"kill server:{dice.randrange(self.servers)} @step {dice.randrange(5, STEPS - 20)}"]
-        if self.workers > 1:
-            plan.append(f"kill worker:{dice.randrange(self.workers)} @step {dice.randrange(5, STEPS - 20)}")
-        return plan
+        first, second = sorted(dice.sample(range(5, STEPS - 20), 2))
+        server, worker = f"kill server:{dice.randrange(self.servers)}", f"kill worker:{dice.randrange(self.workers)}"
+        if self.workers == 1:
+            return [f"{server} @step {first}"]
+        if self.servers > 1 and dice.random() < 0.5:
+            return [f"{server} @step {first}", f"{worker} @step {second}"]
+        return [f"{worker} @step {first}", f"{server} @step {second}"]  # a run that has gone back has other workers
 
 
 def reference(optimizer: str) -> str:
     """What one worker comes to by all-reduce."""
-    return weights(optimizer, "-n", "1")
+    return weights(optimizer, 0, "-n", "1")
 
 
 def trained(case: Case, plan: list[str]) -> str:
     """The weights of a run with servers, or why there are none."""
     faults = [word for fault in plan for word in ("--fault", fault)]
     counts = ("-n", str(case.workers), "--servers", str(case.servers))
-    return weights(case.optimizer, "--strategy", "ps", "--checkpoint-every", "20", *counts, *faults)
+    return weights(case.optimizer, len(plan), "--strategy", "ps", "--checkpoint-every", "20", *counts, *faults)
 
 
-def weights(optimizer: str, *flags: str) -> str:
+def weights(optimizer: str, kills: int, *flags: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = launch(Path(folder), _SCRIPT, "--slots", "4", "--steps", str(STEPS), *flags, args=(optimizer,))
         except subprocess.TimeoutExpired:
             return "it did not end"
-        return str(done.summary["weights_sha256"]) if done.code == 0 else done.last_line[-200:]
+        if done.code:
+            return done.last_line[-200:]
+        carried_out = [e for e in done.events() if e["event"] == "fault" and "passed over" not in e["why"]]
+        if len(carried_out) < kills:
+            return f"only {len(carried_out)} of {kills} kills were carried out"
+        return str(done.summary["weights_sha256"])
 
 
 def compared(case: Case, want: str, seeds: range, tell: Callable[[str], None]) -> bool:
