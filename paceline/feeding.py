@@ -19,6 +19,7 @@ from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
 from paceline.terms import Terms
+from paceline.turns import Turns
 from paceline.unwinding import Running, came_through, running_now
 
 
@@ -31,6 +32,8 @@ class Feeding:
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
         self._stepper: Stepper | None = None
+        self.turns: Turns | None = None
+        """Where workers run at their own pace."""
         self._closed: Running = []
         """What was running when the training loop was left before its end."""
 
@@ -98,6 +101,11 @@ class Feeding:
         """Whether every loader that this epoch has used is at its end."""
         return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
 
+    def positions_at(self, feed: int, epoch: int, number: int) -> None:
+        """So many batches of this loader are trained in the epoch."""
+        if feed >= 0:
+            self._positions[feed] = epoch, number
+
     def epoch_done(self) -> None:
         self._positions = {}
 
@@ -117,6 +125,13 @@ class Feeding:
         feed, stepper = self.feeds[feed_number], self._stepper
         if stepper is None:
             yield from self._peek(feed)
+            return
+        if self.turns is not None:
+            try:
+                yield from self.turns.over_loader(feed, feed_number)
+            except GeneratorExit:
+                self._session.left = line_of_close()
+                raise
             return
         epoch = stepper.epoch
         known, number = self._positions.get(feed_number, (epoch, 0))

@@ -35,6 +35,8 @@ class Keeping:
         self._recorder = Recorder(writer)
         self._seen = False
         """Whether the state has been looked through once for what cannot be kept."""
+        self._last = 0
+        """The step of the last boundary."""
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
 
@@ -158,8 +160,9 @@ class Keeping:
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step % every == 0 or self._owed:
+        elif stepper.step // every > self._last // every or self._owed:
             self._checkpoint()
+        self._last = stepper.step
 
     def at_stop(self) -> None:
         """The run stops here, so that it can go on later; what the script still does is not part of it."""
@@ -179,7 +182,10 @@ class Keeping:
         run = self._run
         if not run.is_main:
             return
-        with run._strategy.whole():
+        with run._strategy.whole() as register:
+            if register is not None:
+                assert run._feeding.turns is not None
+                run._feeding.turns.settle(register)
             if self._recorder.take(run.step, self.capture(), run._replica.optimizers):
                 self._owed = False
 

@@ -33,8 +33,6 @@ from paceline.timing import Gaps, TimeSplit
 STOP, DIGEST, TERM = range(3)
 TALLY = slice(3, 6)
 """Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
-_OWN = Share(0, NOTHING.ids)
-"""What is shown to a script that draws its own batches: the number of the share."""
 
 
 class Batch:
@@ -116,8 +114,8 @@ class Stepper:
         self._seed, self._row = session.settings.seed, session.row
         self.flat = Flat(self, session, strategy)
         self.meet(peers)
-        self.alone = self.slots == 1 and not scaled
-        """One share a step: nothing is folded, nobody is met."""
+        self.alone = strategy.free or (self.slots == 1 and not scaled)
+        """One share at a time: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
         self.batch: Batch | None = None
         self.in_hand: int | None = None
@@ -188,6 +186,14 @@ class Stepper:
         self._over()
         self.batch = self.in_hand = None
 
+    def end_turn(self, steps: int) -> None:
+        """The same for a worker that runs at its own pace, while the run has come so far."""
+        self.split.total += time.perf_counter() - self._mark
+        self.check_left_early()
+        self.gaps.step()
+        self._row.progress(steps, self.epoch, self.samples)
+        self.active, self.batch, self.in_hand = False, None, None
+
     def _over(self) -> None:
         self.active = False
         if not self.alone:
@@ -248,7 +254,12 @@ class Stepper:
             self.leaves = leaves
         self.inside = True
         try:
-            yield from self._whole() if self.alone and leaves == 1 else self._reduced(leaves, times)
+            if self._strategy.free and leaves > self.slots:
+                yield from self._in_pieces(times)
+            elif self.alone and leaves in (1, self.slots):
+                yield from self._whole()
+            else:
+                yield from self._reduced(leaves, times)
         except GeneratorExit:
             self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
             raise
@@ -257,14 +268,30 @@ class Stepper:
 
     def _whole(self) -> Iterator[Any]:
         """The only share of an only slot: its gradient is the batch's where autograd leaves it, and nobody is met."""
-        share = self.batch.share(0) if self.batch is not None else _OWN
+        slot = self.mine[0]
+        share = self.batch.share(slot) if self.batch is not None else Share(slot, NOTHING.ids)
         if share is not None:
-            self.slot, begun = 0, time.perf_counter()
+            self.slot, begun = slot, time.perf_counter()
             yield share.value
             self._linger(begun)
             self.slot = -1
         self.call += 1
         self.agreed_term = self._session.next_term
+
+    def _in_pieces(self, times: int) -> Iterator[Any]:
+        """A micro-batch in so many pieces, whose gradients add up here."""
+        first = self.mine[0] * times
+        for leaf in range(first, first + times):
+            share, weight = self._draw(leaf, times)
+            set_seed(mix(self._seed, IN_SHARE, self.step, 0, leaf), self.device)
+            if weight:
+                begun = time.perf_counter()
+                yield share
+                self._linger(begun)
+                self._strategy.weigh(weight)
+                self._strategy.fold(leaf)
+        self._strategy.join_pieces()
+        self.call += 1
 
     def _reduced(self, leaves: int, times: int) -> Iterator[Any]:
         """This worker's shares of a point, whose gradients are folded; the reduce is behind the last one."""
@@ -308,12 +335,10 @@ class Stepper:
 
     def _times_finer(self, leaves: int) -> int:
         """run.slots(k) over a loader cuts each slot's share into k / slots pieces."""
-        if self.batch is None:
+        if self.batch is None and not self._strategy.free:
             return 1
         if leaves % self.slots:
-            raise UsageError(
-                f"{user_line()}: run.slots({leaves}) over a loader must be a multiple of the {self.slots} slots"
-            )
+            raise UsageError(f"{user_line()}: run.slots({leaves}) must be a multiple of the {self.slots} slots here")
         return leaves // self.slots
 
     def _share(self, leaf: int, times: int, only: bool) -> Iterator[Any]:

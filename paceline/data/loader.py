@@ -56,8 +56,14 @@ class Feed(Protocol):
     batch: int | None
     """The global batch, where there is one."""
 
+    depth: int
+    """How many shares it reads ahead."""
+
     def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
         """Aim at a position; the next `share` is (first_step, slots[0])."""
+
+    def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
+        """Instead: these are the next shares, (step, slot) each; there may be more of them later."""
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         """Samples in each slot's share, or None if that is known only once they are loaded."""
@@ -78,8 +84,9 @@ class _Aim:
 
     def __init__(self, shares: Shares, seed: int, single: bool) -> None:
         self.shares, self.seed, self._single = shares, seed, single
-        self.epoch, self.first = 0, 0
+        self.epoch = 0
         self.slots: Sequence[int] = ()
+        self.places: Callable[[], Iterable[tuple[int, int]]]
         self.asked: deque[tuple[tuple[int, int], Ids]] = deque()
         """(step, slot) and ids of what the loader was told to fetch and has not delivered yet; it does so in turn."""
 
@@ -89,16 +96,15 @@ class _Aim:
 
     def _ask(self, asked: deque[tuple[tuple[int, int], Ids]]) -> Iterator[Any]:
         key = mix(self.seed, self.epoch, _ITEM)
-        for step in range(self.first, self.shares.steps):
-            for slot in self.slots:
-                ids = self.shares.ids(self.epoch, step, slot)
-                if not len(ids):
-                    continue
-                asked.append(((step, slot), ids))
-                yield (key, int(ids[0])) if self._single else (key, ids.tolist())
+        for step, slot in self.places():
+            ids = self.shares.ids(self.epoch, step, slot)
+            if not len(ids):
+                continue
+            asked.append(((step, slot), ids))
+            yield (key, int(ids[0])) if self._single else (key, ids.tolist())
 
     def __len__(self) -> int:
-        return (self.shares.steps - self.first) * len(self.slots)
+        return self.shares.steps * len(self.slots)
 
 
 def _any_id(shares: Shares, epoch: int, step: int) -> int:
@@ -114,6 +120,7 @@ class MapFeed:
         self._shares = shares
         self._aim = _Aim(shares, dealing.seed, single=loader.batch_sampler is None)
         self._loader = with_sampler(loader, self._aim)
+        self.depth = loader.num_workers * (loader.prefetch_factor or 0)
         self._sized = not isinstance(shares, ItemShares)
         self._items: Iterator[Any] | None = None
         self._early: dict[tuple[int, int], Share] = {}
@@ -121,10 +128,19 @@ class MapFeed:
         self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
 
     def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
-        aim = self._aim
-        aim.epoch, aim.first, aim.slots = epoch, first_step, slots
-        self._shares.begin(epoch)
+        steps = range(first_step, self._begin(epoch, slots))
+        self._aim.places = lambda: ((step, slot) for step in steps for slot in slots)
         self._items, self._early = iter(self._loader), {}
+
+    def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
+        self._begin(epoch, range(self.dealing.slots))
+        self._aim.places = lambda: places
+        self._items, self._early = iter(self._loader), {}
+
+    def _begin(self, epoch: int, slots: Sequence[int]) -> int:
+        self._shares.begin(epoch)
+        self._aim.epoch, self._aim.slots = epoch, slots
+        return self._shares.steps
 
     @property
     def steps(self) -> int | None:
@@ -172,12 +188,15 @@ class TensorFeed:
 
     def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
         self.steps: int | None = shares.steps
-        self.batch, self.dealing = loader.batch_size, dealing
+        self.batch, self.dealing, self.depth = loader.batch_size, dealing, 0
         self._shares = shares
         self._tensors = loader.dataset.tensors  # type: ignore[attr-defined]
         self._pin = loader.pin_memory and torch.cuda.is_available()
 
     def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
+        return
+
+    def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         return
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
@@ -209,7 +228,7 @@ class StreamFeed:
     def __init__(self, loader: Iterable[Any], dealing: Dealing) -> None:
         self.steps: int | None = None
         self.batch: int | None = None
-        self.dealing = dealing
+        self.dealing, self.depth = dealing, 0
         self._loader, self._slots, self._seed = loader, dealing.slots, dealing.seed
         self._items: Iterator[Any] = iter(())
         self._epoch, self._step, self._at = 0, -1, 0
@@ -221,6 +240,9 @@ class StreamFeed:
         self._items = iter(self._loader)
         while self._step < first_step - 1:
             self._read_step()
+
+    def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
+        raise UsageError("a stream cannot be taken out of turn")
 
     def _read_step(self) -> None:
         self._held, self._step = [], self._step + 1

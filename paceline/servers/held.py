@@ -14,14 +14,14 @@ import torch
 
 from paceline.servers.carried import DTYPES, Carried
 from paceline.servers.fragments import Fragment
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Update, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Stage, Summed, Update, Value
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
-Said = Lay | Summed | Apply | Value
+Said = Lay | Summed | Apply | Value | Stage
 _KEPT_STEPS = 1
 """A worker may be so many steps behind another one: what it still asks for is kept."""
 
@@ -67,6 +67,8 @@ class Held:
         self._due: dict[int, bytes] = {}
         """Optimizer steps to come, by their count: encoded."""
         self._values: dict[tuple[int, bool], torch.Tensor] = {}
+        self._staged: dict[tuple[int, int], torch.Tensor] = {}
+        """By worker and its how-manieth push."""
         self._own: dict[int, torch.Tensor] = {}
         """Of each piece whose parameter has another type than the flat: its values in that."""
         self._engines: list[tuple[list[int], Engine]] = []
@@ -112,6 +114,8 @@ class Held:
                 return self.point(message).total is not None
             case Value():
                 return message.count <= self.version or (message.count, message.weights) in self._values
+            case Stage(worker, own):
+                return any(key[0] == worker and key[1] >= own for key in self._staged)
             case Apply():
                 if self._due.get(message.count, body) != body:
                     raise ValueError(f"workers do not agree on optimizer step {message.count}")
@@ -128,6 +132,8 @@ class Held:
                 self.point(message).seal(self.read(body).clone())
             case Value():
                 self._values[message.count, message.weights] = self.read(body).clone()
+            case Stage(worker, own):
+                self._staged[worker, own] = self.read(body).clone()
             case Apply():
                 self._due[message.count] = bytes(body)
         self._go_on()
@@ -142,6 +148,8 @@ class Held:
                 yield Summed(step, call, point.leaves, []), [as_bytes(point.total)]
         for (count, weights), value in self._values.items():
             yield Value(count, weights, []), [as_bytes(value)]
+        for (worker, own), staged in self._staged.items():
+            yield Stage(worker, own, []), [as_bytes(staged)]
         for count, update in self._due.items():
             yield Apply(count, []), [memoryview(update)]
 
@@ -185,20 +193,26 @@ class Held:
             del self._due[count]
             for weights in (False, True):
                 self._values.pop((count, weights), None)
+            worker, own = update.push
+            for key in [key for key in self._staged if key[0] == worker and key[1] <= own]:
+                del self._staged[key]
 
     def _ready(self, count: int, update: Update) -> bool:
+        staged = update.push in self._staged
         if self._fragment.buffers:
-            return True
+            return staged or not update.moved
         params = {piece.param for piece in self._fragment.pieces}
         sources = {update.sources.get(param, ABSENT) for param in params}
         return (
             all(self.sealed(update.step, source) for source in sources if source >= 0)
-            and (BY_VALUE not in sources or (count, False) in self._values)
+            and (BY_VALUE not in sources or staged or (count, False) in self._values)
             and (params.isdisjoint(update.touched) or (count, True) in self._values)
         )
 
     def _step(self, count: int, update: Update) -> None:
-        if not self._engines:
+        if self._fragment.buffers:
+            if update.moved:
+                self.value += self._staged[update.push]
             return
         numbers, engine = self._engines[update.optimizer]
         weights = self._values.get((count, True))
@@ -207,7 +221,7 @@ class Held:
             for k in touched:
                 self._stretch(self.value, k).copy_(self._stretch(weights, k))
             self._to_own(touched)
-        flats = {BY_VALUE: self._values.get((count, False))}
+        flats = {BY_VALUE: self._staged.get(update.push, self._values.get((count, False)))}
         gradients: list[torch.Tensor | None] = []
         for k in numbers:
             source = update.sources.get(self._fragment.pieces[k].param, ABSENT)

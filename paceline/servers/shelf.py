@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import msgspec
 import torch
@@ -20,30 +21,43 @@ from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
+from paceline.servers.clocks import parse
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.holders import NOWHERE
 from paceline.servers.lines import Line, moved
 from paceline.servers.messages import (
     Apply,
     Asked,
+    Asking,
+    Begin,
     Call,
     Copy,
     Done,
     Drawing,
+    Enter,
+    Hold,
     Lay,
+    Lost,
     Moved,
+    Noted,
+    Notes,
     Outline,
     Part,
     Pull,
+    Push,
     Sealed,
+    Stage,
     State,
     Summed,
     Total,
+    Turn,
+    Unheard,
     Value,
 )
+from paceline.servers.registry import Answer, Registry
 
-Answer = tuple[msgspec.Struct, Sequence[memoryview]]
 _LOOK_S = 0.05
+Copied = Said | Noted | Notes
 
 
 class _NotPrimary(Exception):
@@ -64,7 +78,8 @@ class Shelf:
         self._drawing: Drawing | None = None
         self._drawn = b""
         """The same, encoded."""
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, Any] = {}
+        """`Held`, or the `Registry`: both know, do and tell what is said."""
         self._layout = NOWHERE
         self._changed = threading.Condition()
         """About all of these, and the following."""
@@ -141,7 +156,7 @@ class Shelf:
                 if server in filled or (fragment, server, since) in self._filled
             ]
 
-    def _tell(self, said: Said, bodies: Mapping[int, memoryview]) -> None:
+    def _tell(self, said: Copied, bodies: Mapping[int, memoryview]) -> None:
         """All backups know of what is said about these fragments when this returns."""
         told: set[tuple[int, int, int]] = set()
         while True:
@@ -157,7 +172,7 @@ class Shelf:
                 self._await_layout_after(layout.number, server)
 
     def _tell_one(
-        self, server: int, said: Said, bodies: Mapping[int, memoryview], rest: Collection[tuple[int, int, int]]
+        self, server: int, said: Copied, bodies: Mapping[int, memoryview], rest: Collection[tuple[int, int, int]]
     ) -> bool:
         mine = sorted((k, since) for k, to, since in rest if to == server)
         numbers = [k for k, _ in mine]
@@ -229,7 +244,7 @@ class Shelf:
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answer:
         match call:
-            case Lay() | Value() | Apply():
+            case Lay() | Value() | Apply() | Stage() | Notes():
                 self._hear(call, body)
             case Part():
                 self._part(call, body)
@@ -240,12 +255,14 @@ class Shelf:
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
                 return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
+            case Begin() | Enter() | Turn() | Push() | Lost() | Unheard() | Hold():
+                return self._register(call, body)
             case State(fragment):
                 with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
         return Done(), ()
 
-    def _hear(self, said: Said, body: memoryview) -> None:
+    def _hear(self, said: Said | Notes, body: memoryview) -> None:
         bodies = self._cut(said, body)
         with self._locked(said.fragments) as helds:
             fresh = {
@@ -276,16 +293,37 @@ class Shelf:
         with self._locked([fragment]) as (held,):
             if asked.wait:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
-            return held.sealed(asked.step, asked.call)
+            return bool(held.sealed(asked.step, asked.call))
 
     def _pulled(self, fragment: int, version: int) -> torch.Tensor:
-        """Nobody changes it before this worker has brought its part of the next step."""
+        """Where workers step together nobody changes it before this one has brought its part of the next step."""
+        assert self._drawing is not None
         with self._locked([fragment]) as (held,):
             self._await(fragment, held, lambda: held.version >= version)
-            return held.value
+            value: torch.Tensor = held.value
+            return value.clone() if self._drawing.slots else value
+
+    def _register(self, call: Asking, body: memoryview) -> Answer:
+        """What is asked of the register: it may have to wait, and be considered again whenever that has changed."""
+        assert self._drawing is not None
+        number = len(self._drawing.fragments)
+        with self._locked([number]) as (registry,):
+            while True:
+                answer: Answer | None
+                answer, state = registry.draft(call, body)
+                if state:
+                    noted = Noted(registry.version + 1, [number])
+                    self._tell(noted, {number: memoryview(state)})
+                    registry.do(noted, memoryview(state))
+                if answer is not None:
+                    return answer
+                registry.changed.wait(_LOOK_S)
+                if self._held.get(number) is not registry:
+                    raise _NotPrimary
+                self._check_primary([number])
 
     @contextmanager
-    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Held]]:
+    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Any]]:
         """Fragments of which this server is the primary. Always in one order: two callers never wait for each other."""
         with self._changed:
             self._check_primary(fragments)
@@ -303,20 +341,23 @@ class Shelf:
         for fragment in fragments:
             self._backups(fragment)
 
-    def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
+    def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply)):
+        if isinstance(message, (Lay, Apply, Noted, Notes)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
-            size = self._made(fragment).value.nbytes
+            held = self._made(fragment)
+            if isinstance(held, Registry):
+                raise ValueError("there are no values in the register")
+            size = held.value.nbytes
             bodies[fragment] = body[at : at + size]
             at += size
         if at != len(body):
             raise ValueError(f"{len(body)} bytes for fragments of {at}")
         return bodies
 
-    def _await(self, fragment: int, held: Held, moment: Callable[[], bool]) -> None:
+    def _await(self, fragment: int, held: Any, moment: Callable[[], bool]) -> None:
         """Under the fragment's lock."""
 
         def over() -> bool:
@@ -327,15 +368,18 @@ class Shelf:
         if not moment():
             raise _NotPrimary
 
-    def _made(self, fragment: int) -> Held:
+    def _made(self, fragment: int) -> Any:
         with self._changed:
-            if self._drawing is None or not 0 <= fragment < len(self._drawing.fragments):
+            drawing = self._drawing
+            if drawing is None or not 0 <= fragment < len(drawing.fragments) + bool(drawing.slots):
                 raise ValueError(f"there is no fragment {fragment}")
             if fragment not in self._held:
-                found = self._drawing.fragments[fragment]
-                dtype = DTYPES[self._drawing.flats[found.flat]]
                 since = _since(self._layout, fragment, self._number)
-                self._held[fragment] = Held(found, dtype, self._drawing.optimizers, since)
+                if fragment < len(drawing.fragments):
+                    found = drawing.fragments[fragment]
+                    self._held[fragment] = Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)
+                else:
+                    self._held[fragment] = Registry(parse(drawing.mode), drawing.slots, since)
             return self._held[fragment]
 
 

@@ -8,9 +8,8 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,19 +18,17 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.hooks import Hook
-from paceline.replica import Replica, load_optimizer
+from paceline.replica import Replica
 from paceline.servers.calling import Reply
-from paceline.servers.carried import Carried, describe, hyper, refuse_closure
-from paceline.servers.fragments import Fragment, cut
+from paceline.servers.carried import hyper, refuse_closure
+from paceline.servers.fragments import cut
 from paceline.servers.holders import Directory, Holders
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Drawing, Lay, Pull, State, Update, Value
-from paceline.servers.optimizers import cut as cut_state
-from paceline.servers.optimizers import join
+from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Update, Value
 from paceline.servers.peers import ServedPeers, Sums, stretch
-from paceline.servers.pieces import Piece
-from paceline.state.snapshot import Snapshot
+from paceline.servers.register import Register
+from paceline.servers.stock import Stock
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.base import Point, Scaled
+from paceline.strategies.base import Point, Scaled, Seat
 from paceline.tensors.fetched import Fetch, Fetched
 from paceline.tensors.peers import Peers, TermEnded, Watch
 from paceline.tensors.reduce import Outcome
@@ -41,11 +38,11 @@ from paceline.tensors.tree import Plan
 class ParameterServers(AllReduce):
     at_servers = True
 
-    def reach(self, servers: Directory, watch: Watch) -> None:
+    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
         self._holders = Holders(servers)
         self._sums = Sums()
-        self._fragments: tuple[Fragment, ...] = ()
+        self._stock: Stock | None = None
         self._count = 0
         """Optimizer steps so far."""
         self._sources: dict[int, int] = {}
@@ -64,28 +61,19 @@ class ParameterServers(AllReduce):
 
     def _build(self) -> None:
         super()._build()
-        layout, params = self._reducer.layout, self._replica.params
-        fragments = cut(layout, len(params))
-        if self._fragments and fragments != self._fragments:
+        layout = self._reducer.layout
+        if self._stock is None:
+            self._stock = Stock(self._holders, self._replica, layout)
+        elif cut(layout, len(self._replica.params)) != self._stock.fragments:
             raise UsageError(
                 "a frozen parameter has become trainable, and the servers do not have it: with --strategy ps all that will "
                 "ever be trained must be so when the loop begins"
             )
-        if self._fragments:
-            return
-        self._fragments = fragments
-        self._values = layout.allocate()
-        """What the servers hold, as of the last pull."""
-        self._value_of = layout.views(self._values)[: len(params)]
-        optimizers = self._replica.optimizers
-        self._carried: list[Carried] = [describe(optimizer, params) for optimizer in optimizers]
-        _refuse_shared(self._carried)
-        # With several optimizers a fragment may have the next one's step in it already: then that is not ours to take.
-        self._incoming = self._values if len(optimizers) < 2 else layout.allocate()
-        self._incoming_of = layout.views(self._incoming)[: len(params)]
-        dtypes = [str(dtype) for dtype, _ in layout.flats]
-        sizes = [fragment.nbytes(layout) for fragment in fragments]
-        self._holders.place(Drawing(list(fragments), dtypes, self._carried), sizes)
+
+    @property
+    def _at_servers(self) -> Stock:
+        assert self._stock is not None
+        return self._stock
 
     def _served_by(self, peers: Peers) -> ServedPeers:
         def check(seconds: float) -> None:
@@ -94,7 +82,7 @@ class ParameterServers(AllReduce):
                     self._watch.check(seconds, rank)
 
         self._check = check
-        self._served = ServedPeers(peers, self._holders, lambda: self._fragments, self._sums, check)
+        self._served = ServedPeers(peers, self._holders, lambda: self._at_servers.fragments, self._sums, check)
         return self._served
 
     def meet(self, peers: Peers) -> None:
@@ -105,39 +93,13 @@ class ParameterServers(AllReduce):
     # what the servers hold
 
     def lay(self) -> None:
-        """Give them the values and the optimizers' state."""
-        states = [optimizer.state_dict() for optimizer in self._replica.optimizers]
-        self._note_values()
-
-        def attempt() -> None:
-            calls = []
-            for number, fragment in enumerate(self._fragments):
-                pieces = [self._pieces_of(carried, fragment) for carried in self._carried]
-                found = [cut_state(*each) for each in zip(states, self._carried, pieces, strict=True)]
-                state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
-                calls.append(self._holders.out([number], Lay([number], self._count), self._held(number), *state))
-            self._holders.wait(calls)
-
-        self._holders.through(attempt)
+        self._at_servers.lay(self._count)
 
     def begin(self) -> None:
-        """The servers have everything; workers keep no state of an optimizer. What the servers hold need not be what a
-        newcomer was given: the script may have changed its weights since the last optimizer step."""
-        everything = range(len(self._fragments))
-        self._holders.through(lambda: self._holders.wait(self._pull(everything)))
-        self._take_pulled(range(len(self._value_of)))
-        for optimizer in self._replica.optimizers:
-            optimizer.state.clear()
-
-    def _note_values(self) -> None:
-        with torch.no_grad():
-            for value, param in zip(self._value_of, self._replica.params, strict=True):
-                value.copy_(param)
-
-    @staticmethod
-    def _pieces_of(carried: Carried, fragment: Fragment) -> list[Piece]:
-        mine = {param for group in carried.groups for param in group.params}
-        return [piece for piece in fragment.pieces if piece.param in mine and not fragment.buffers]
+        """The servers have everything. What they hold need not be what a newcomer was given: the script may have changed
+        its weights since the last optimizer step."""
+        self._at_servers.pull_all(self._count)
+        self._at_servers.empty_optimizers()
 
     def capture(self) -> dict[str, Any]:
         return {"count": self._count}
@@ -145,26 +107,8 @@ class ParameterServers(AllReduce):
     def restore(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, the script's optimizers have their state, as if they had run here."""
-        held: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self._carried]
-        for number, fragment in enumerate(self._fragments):
-            if not fragment.buffers:
-                for known, carried, states in zip(held, self._carried, self._states_of(number), strict=True):
-                    known.extend(zip(self._pieces_of(carried, fragment), states, strict=True))
-        optimizers = self._replica.optimizers
-        for optimizer, carried, mine in zip(optimizers, self._carried, held, strict=True):
-            load_optimizer(optimizer, join(carried, hyper(optimizer, carried), mine))
-        yield
-        for optimizer in optimizers:
-            optimizer.state.clear()
-
-    def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
-        holders = self._holders
-        (reply,) = holders.through(lambda: holders.wait([holders.back([fragment], State(fragment))]))
-        states: list[list[dict[str, Any]]] = Snapshot.read(reply.body).tree
-        return states
+    def whole(self) -> AbstractContextManager[Register | None]:
+        return self._at_servers.optimizers_filled()
 
     # a step
 
@@ -204,7 +148,7 @@ class ParameterServers(AllReduce):
 
     def _before_step(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
         refuse_closure(args[1] if len(args) > 1 else kwargs.get("closure"))
-        params, carried = self._replica.params, self._carried[number]
+        params, carried = self._replica.params, self._at_servers.carried[number]
         mine = [index for group in carried.groups for index in group.params if index is not None]
         grads = {index: params[index].grad for index in mine}
         sources = {index: self._source(index, grad) for index, grad in grads.items()}
@@ -231,7 +175,7 @@ class ParameterServers(AllReduce):
 
     def _is_as_pulled(self, index: int) -> bool:
         """Whether the script has left this parameter alone since the last pull."""
-        param, value = self._replica.params[index].detach(), self._value_of[index]
+        param, value = self._replica.params[index].detach(), self._at_servers.value_of[index]
         return _same_bits(param.to(value.dtype), value)
 
     def _what_comes(
@@ -247,17 +191,16 @@ class ParameterServers(AllReduce):
                 views = layout.views(flats)
                 for index in changed:
                     views[index].copy_(grads[index])  # type: ignore[arg-type]
-                found |= {(k, False): stretch(flats, self._fragments[k]) for k in self._with(changed)}
+                found |= {
+                    (k, False): stretch(flats, self._at_servers.fragments[k]) for k in self._at_servers.having(changed)
+                }
             for index in touched:
-                self._value_of[index].copy_(params[index])
-        found |= {(k, True): stretch(self._values, self._fragments[k]) for k in self._with(set(touched))}
+                self._at_servers.value_of[index].copy_(params[index])
+        found |= {
+            (k, True): stretch(self._at_servers.values, self._at_servers.fragments[k])
+            for k in self._at_servers.having(set(touched))
+        }
         return found
-
-    def _with(self, params: set[int]) -> Iterator[int]:
-        """Fragments that hold any of these parameters."""
-        for number, fragment in enumerate(self._fragments):
-            if not fragment.buffers and any(piece.param in params for piece in fragment.pieces):
-                yield number
 
     def _send(self, everything: bool) -> list[Future[Reply]]:
         """Tell of the step. Each change of the script's comes from one worker; from all, where one may be gone."""
@@ -275,33 +218,22 @@ class ParameterServers(AllReduce):
         params = self._replica.params
         for index, grad in self._grads.items():
             params[index].grad = grad
-        mine, first = list(self._with(set(self._grads))), True
+        mine, first = list(self._at_servers.having(set(self._grads))), True
 
         def attempt() -> None:
             nonlocal first
             again, first = not first, False
-            self._holders.wait([*self._send(everything=again), *self._pull(mine)], self._while_pulling)
+            self._holders.wait(
+                [*self._send(everything=again), *self._at_servers.pull(mine, self._count)], self._while_pulling
+            )
 
         self._holders.through(attempt)
-        self._take_pulled(self._grads)
+        self._at_servers.take_pulled(self._grads)
         with torch.no_grad():
-            torch._foreach_copy_([params[k].data for k in self._grads], [self._value_of[k] for k in self._grads])
+            torch._foreach_copy_(
+                [params[k].data for k in self._grads], [self._at_servers.value_of[k] for k in self._grads]
+            )
         self._grads = {}
-
-    def _pull(self, fragments: Iterable[int]) -> list[Future[Reply]]:
-        return self._holders.begin_fetch(
-            fragments, lambda batch: Pull(self._count, batch), lambda k: stretch(self._incoming, self._fragments[k])
-        )
-
-    def _take_pulled(self, params: Iterable[int]) -> None:
-        self._holders.end_fetch()
-        if self._incoming is not self._values:
-            for index in params:
-                self._value_of[index].copy_(self._incoming_of[index])
-
-    def _held(self, number: int) -> memoryview:
-        """A fragment's bytes, as of the last pull."""
-        return stretch(self._values, self._fragments[number])
 
     def _while_pulling(self, seconds: float) -> None:
         """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""
@@ -314,14 +246,6 @@ class ParameterServers(AllReduce):
     def close(self) -> None:
         super().close()
         self._holders.close()
-
-
-def _refuse_shared(carried: Sequence[Carried]) -> None:
-    held = [param for each in carried for group in each.groups for param in group.params if param is not None]
-    if len(set(held)) < len(held):
-        raise UsageError(
-            "a parameter is in two optimizers: servers cannot tell whose turn it is; give each its own parameters"
-        )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, launch, paceline
+from tests.end_to_end.test_failures import left_processes
 
 TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(25)")
 PS = ("-n", "2", "--strategy", "ps", "--servers", "2")
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def weights(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> str:
     """Of a run without servers."""
-    return launch(tmp_path_factory.mktemp("reference"), TRAINS, "-n", "2").weights
+    return alone(tmp_path_factory.mktemp("reference"), TRAINS, slots=2).weights
 
 
 def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(tmp_path: Path, weights: str) -> None:
@@ -60,6 +62,7 @@ def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple
     last = done.summary["steps_redone"] - 1
     assert last >= 29
     assert f"the run has no checkpoint, and begins again: steps 0-{last} are trained again" in done.err
+    assert left_processes(str(tmp_path)) == []
 
 
 def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
