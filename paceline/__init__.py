@@ -25,7 +25,7 @@ __all__ = ["PacelineError", "Run", "__version__", "fit", "init"]
 __version__ = "0.1.0"
 
 # MKL reads this at its first call; a run of one started by plain `python` must give the same bits.
-os.environ.setdefault("MKL_CBWR", "AVX2")
+os.environ.setdefault("MKL_CBWR", mkl_branch())
 
 _HOMES = {
     "init": "paceline.run",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
-from paceline.state.checkpoint import Checkpoint, step_of
+from paceline.launch.environment import NEWEST
+from paceline.state.checkpoint import Checkpoint, newest_good, step_of
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
 from paceline.state.recorder import Recorder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
-_LINEAGE, _KEYS = mix(203), mix(206)
+_LINEAGE, _FOUND, _KEYS = mix(203), mix(205), mix(206)
 
 
 class Keeping:
@@ -85,13 +85,28 @@ class Keeping:
         stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
+        self._last = stepper.step
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
-    def resume(self, path: Path) -> None:
-        """Go on from the run's checkpoint of this name, at any worker count."""
+    def resume(self, name: str) -> None:
+        """Go on from the run's checkpoint of this name, at any worker count; or from the newest one, if there is any."""
+        if name != NEWEST:
+            self._resume(name)
+            return
+        found = self._run.terms.gather(_FOUND, self._newest)[0].decode()
+        if found:
+            self._resume(found)
+        self._run._session.rolled_back(self._run.step)
+
+    def _newest(self) -> bytes:
+        """Main looks for it: while a checkpoint is written over or passed over, others might find another one."""
+        found = newest_good(self._address, self._tell) if self._run.is_main else None
+        return found.name.encode() if found is not None else b""
+
+    def _resume(self, name: str) -> None:
         run = self._run
         try:
-            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(path.name)).read())
+            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(name)).read())
         except ValueError as error:
             raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
@@ -109,8 +124,8 @@ class Keeping:
         self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
-            run._session.notice(f"going on from step {run.step} ({path.name})")
-            run._session.folder.event("resumed", str(path), step=run.step, workers=run._session.workers)
+            run._session.notice(f"going on from step {run.step} ({name})")
+            run._session.folder.event("resumed", name, step=run.step, workers=run._session.workers)
 
     def _bring_back(self, keys: dict[str, Any]) -> None:
         """Main does, and nobody goes on before."""

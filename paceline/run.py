@@ -292,8 +292,9 @@ class Run:
         if self._session.joining:
             self._feeding.turns.enter() if self._feeding.turns is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
-        elif self._session.resume_from and not self.resumed:
+        elif self._session.resume_from:
             self._keeping.resume(self._session.resume_from)
+            self._session.resume_from = ""
         self._begin_at_servers()
         if self._session.dry_run:
             self._show_settings()

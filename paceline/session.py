@@ -35,6 +35,7 @@ from paceline.cluster.messages import (
     Put,
     Ready,
     Refused,
+    RolledBack,
     Segment,
     Value,
     Welcome,
@@ -85,6 +86,8 @@ class Session:
         self._at = "starting"
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
+        self.resume_from = self.ticket.resume if self.ticket is not None else ""
+        """The checkpoint that this run goes on from, until it has."""
         self.link: LeaderLink | None = None
         self.apart = False
         """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
@@ -188,11 +191,6 @@ class Session:
     @property
     def launched(self) -> bool:
         return self.ticket is not None
-
-    @property
-    def resume_from(self) -> Path | None:
-        """The checkpoint that this run goes on from."""
-        return Path(self.ticket.resume) if self.ticket is not None and self.ticket.resume else None
 
     @property
     def dry_run(self) -> bool:
@@ -320,6 +318,10 @@ class Session:
 
     def healed(self) -> None:
         self.ask(Healed())
+
+    def rolled_back(self, step: int) -> None:
+        """Where a run goes on that has lost its parameters. All say so: any of them may be gone by now."""
+        self.ask(RolledBack(step))
 
     def on_newcomer(self, called: Callable[[Outlet], None]) -> None:
         """From now on newcomers may call this worker as their donor."""

@@ -6,6 +6,7 @@ which layout; a server that knows a newer one refuses it. Server numbers are nev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,7 +33,9 @@ class Fleet(msgspec.Struct):
     since: list[dict[int, int]] = []
     """For each fragment, the layout by which each of its holders came to hold it."""
     gone: list[int] = []
-    """Servers that have ended: what they said before may still be on its way."""
+    """Servers that have ended, or are about to: what they said before may still be on its way."""
+    leaving: list[int] = []
+    """Servers that go once others hold what they hold."""
 
     def came(self, server: int, address: str) -> None:
         """A server is ready."""
@@ -51,10 +54,13 @@ class Fleet(msgspec.Struct):
     def died(self, server: int) -> bool:
         """A server is gone; whether all that it held is still there."""
         self.gone.append(server)
+        self.leaving = [each for each in self.leaving if each != server]
         if self.addresses.pop(server, None) is None or self.placement is None:
             return True
         if not self.addresses:
             return False
+        if set(self.addresses) <= {*self.leaving}:  # some of them stay after all, for somebody must
+            self.leaving = self.leaving[self.wanted :]
         self._become(place(self.nbytes, self._servers, self.replicas, self.placement))
         return not self.placement.lost
 
@@ -66,6 +72,33 @@ class Fleet(msgspec.Struct):
             if self.since[fragment].get(server) == number:
                 placement = placement.fill(fragment, server)
         self._become(balance(self.nbytes, self._servers, self.replicas, placement))
+
+    def scale(self, wanted: int, started: Sequence[int]) -> None:
+        """So many from now on. Of those that were started and have not ended, who came last goes first."""
+        staying = self._staying(started)
+        self.wanted = wanted
+        self.leaving += sorted(staying, key=lambda server: (server not in self.addresses, server))[wanted:]
+        self._go_on()
+
+    def short(self, started: Sequence[int]) -> int:
+        """How many more are to be started."""
+        return max(0, self.wanted - len(self._staying(started)))
+
+    def dismiss(self) -> list[int]:
+        """Those that were to go and hold nothing any more: they may end now."""
+        held = self.placement.holds if self.placement is not None else lambda server: False
+        idle = [server for server in self.leaving if not held(server)]
+        self.leaving = [server for server in self.leaving if server not in idle]
+        self.gone += idle
+        for server in idle:
+            self.addresses.pop(server, None)
+        return idle
+
+    @property
+    def settled(self) -> bool:
+        """All servers are there, and everything is where it shall be."""
+        there = len(self.addresses) == self.wanted
+        return there and self.placement is not None and self.placement.settled
 
     def described(self) -> dict[str, Any]:
         """The layout in numbers: the bytes of parameters that each server holds, those for which it is the primary, and the
@@ -93,7 +126,7 @@ class Fleet(msgspec.Struct):
         if self.placement is not None:
             mended = place(self.nbytes, self._servers, self.replicas, self._with_new_rooms(self.placement))
             self._become(balance(self.nbytes, self._servers, self.replicas, mended))
-        elif len(self.addresses) >= self.wanted:
+        elif len(self._staying(list(self.addresses))) >= self.wanted:
             self._become(place(self.nbytes, self._servers, self.replicas))
 
     def _with_new_rooms(self, placement: Placement) -> Placement:
@@ -122,4 +155,7 @@ class Fleet(msgspec.Struct):
 
     @property
     def _servers(self) -> list[Server]:
-        return [Server(number, machine=0) for number in sorted(self.addresses)]
+        return [Server(number, machine=0, leaving=number in self.leaving) for number in sorted(self.addresses)]
+
+    def _staying(self, servers: Sequence[int]) -> list[int]:
+        return [server for server in servers if server not in self.leaving and server not in self.gone]

@@ -132,6 +132,12 @@ class Filled(msgspec.Struct, tag=True):
     """Of each of them, the layout by which that server came to hold it."""
 
 
+class RolledBack(msgspec.Struct, tag=True):
+    """A run that has lost its parameters goes on at this step; 0: there was no checkpoint."""
+
+    step: int
+
+
 class Layout(msgspec.Struct, tag=True):
     """The layout that follows this one: answered once there is one."""
 
@@ -218,14 +224,15 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Scale(msgspec.Struct, tag=True):
-    """Train with so many workers from now on."""
+    """Train with so many workers and servers from now on; None: as it is."""
 
-    workers: int
+    workers: int | None = None
+    servers: int | None = None
 
 
 Message = (
     Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
-    | ServerReady | Sizes | Filled | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
+    | ServerReady | Sizes | Filled | RolledBack | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

@@ -150,6 +150,21 @@ class Servers(RuleBasedStateMachine):
         assert self.fleet.died(server) == all(left), "the run goes on exactly if a filled copy of everything is left"
         self.over = not all(left)
 
+    @precondition(lambda self: not self.over)
+    @rule(wanted=st.integers(1, 5))
+    def another_number_is_asked_for(self, wanted: int) -> None:
+        self.fleet.scale(wanted, sorted(self.alive))
+        self.follow()
+        staying = self.alive - {*self.fleet.leaving}
+        assert len(staying) <= wanted and self.fleet.short(sorted(self.alive)) == wanted - len(staying)
+
+    @precondition(lambda self: not self.over)
+    @rule()
+    def who_holds_nothing_any_more_goes(self) -> None:
+        idle = set(self.fleet.dismiss())
+        self.alive -= idle
+        self.dead |= idle
+
     @rule()
     def another_leader_takes_over(self) -> None:
         before = self.fleet
@@ -172,6 +187,10 @@ class Servers(RuleBasedStateMachine):
                 assert self.seen.get(self.copy(fragment, server)) == self.done[fragment], (
                     f"server {server} lacks something of fragment {fragment}"
                 )
+
+    @invariant()
+    def somebody_stays(self) -> None:
+        assert not self.going or self.alive - {*self.fleet.leaving}
 
     @invariant()
     def nothing_is_laid_on_who_is_not_there(self) -> None:
@@ -286,3 +305,49 @@ def test_a_layout_says_what_each_server_holds_and_how_many_copies_there_are() ->
     assert fleet.described()["copies"] == 1, "its copies are not filled yet"
     fleet.filled(2, {fragment: since[2] for fragment, since in enumerate(fleet.since)})
     assert fleet.described()["copies"] == 2 and fleet.described()["bytes"] == {0: 160, 2: 160}
+
+
+def fill_all(fleet: Fleet) -> None:
+    """As the primaries do, one round after the other, until nothing moves any more."""
+    number = 0
+    while fleet.number > number and fleet.placement is not None:
+        number = fleet.number
+        for server in sorted(fleet.addresses):
+            fleet.filled(server, {k: since[server] for k, since in enumerate(fleet.since) if server in since})
+
+
+def test_a_newcomer_that_was_asked_for_gets_its_part() -> None:
+    fleet = three_servers(fragments=12)
+    fleet.scale(4, [0, 1, 2])
+    assert fleet.short([0, 1, 2]) == 1 and not fleet.settled
+    fleet.came(3, "at 3")
+    fill_all(fleet)
+    assert fleet.settled and fleet.described()["leads"] == {0: 300, 1: 300, 2: 300, 3: 300}
+    assert fleet.described()["copies"] == 2 and fleet.dismiss() == []
+
+
+def test_who_is_to_go_holds_what_it_has_until_others_do() -> None:
+    fleet = three_servers(fragments=6)
+    fleet.scale(1, [0, 1, 2])
+    assert fleet.leaving == [1, 2] and fleet.dismiss() == []
+    fill_all(fleet)
+    assert fleet.dismiss() == [1, 2] and fleet.settled
+    assert fleet.described()["bytes"] == {0: 600}
+    fleet.came(2, "at 2")
+    assert list(fleet.addresses) == [0], "it was heard late"
+
+
+def test_if_all_who_were_to_stay_die_some_of_the_others_stay() -> None:
+    fleet = three_servers()
+    fleet.scale(1, [0, 1, 2])
+    assert not fleet.died(0), "one server shall hold everything, so the others' copies of its part are gone"
+    assert fleet.leaving == [2] and fleet.short([1, 2]) == 0
+
+
+def test_who_is_still_starting_goes_first_and_at_once() -> None:
+    fleet = three_servers()
+    fleet.scale(4, [0, 1, 2])
+    fleet.scale(3, [0, 1, 2, 3])
+    assert fleet.dismiss() == [3]
+    fleet.came(3, "at 3")
+    assert sorted(fleet.addresses) == [0, 1, 2]

@@ -14,6 +14,7 @@ import pytest
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.journal import Journal
 from paceline.cluster.store import LocalStore
+from paceline.state import ledger
 from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import (
@@ -225,6 +226,14 @@ def settled(run: Going, server: int) -> Callable[[], bool]:
     return it_is
 
 
+def holds(run: Going, server: int) -> Callable[[], bool]:
+    def it_does() -> bool:
+        placement = fleet(run).placement
+        return placement is not None and placement.holds(server)
+
+    return it_does
+
+
 def pid_of(run: Going, server: int) -> int:
     return int(run.wait_for(run.event("server started", server=server), f"server {server}")["pid"])
 
@@ -288,6 +297,123 @@ def test_a_server_and_the_coordinator_at_once(tmp_path: Path, seed: int, undistu
         run.wait_for(settled(run, server), f"a layout without server {server}")
         result = finish(run)
     check(result, undisturbed)
+
+
+# another number of servers
+
+
+def test_servers_come_and_go_while_it_trains(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """From one to three, from three to one; whoever is there at the end was not there at the beginning."""
+    with going(tmp_path, SCRIPT, *held(2, 1), args=("15", "58")) as run:
+        run.wait_for_step(2)
+        assert paceline("scale", "it", "--servers", "3", cwd=tmp_path).returncode == 0
+        run.wait_for(lambda: len(fleet(run).addresses) == 3 and fleet(run).settled, "three servers")
+        assert fleet(run).described()["copies"] == 2
+        os.kill(pid_of(run, 0), signal.SIGKILL)
+        run.wait_for(settled(run, 0), "a layout without server 0")
+        done = paceline("scale", "it", "--servers", "1", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "it goes to 1 server\n")
+        run.wait_for(lambda: len(fleet(run).addresses) == 1 and fleet(run).settled, "one server")
+        result = finish(run)
+    check(result, undisturbed)
+    assert "going to 3 servers" in result.err and "the parameters are at 3 servers now, 2 copies of each" in result.err
+    assert "goes: others hold all that it held" in result.err
+    ends = {event["server"]: event["why"] for event in result.events() if event["event"] == "server ended"}
+    assert sorted(ends.values()) == [
+        "others hold all that it held",
+        "others hold all that it held",
+        "the run is over",
+        "was killed by SIGKILL",
+    ]
+    shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "4 servers, 1 of them lost; scaled to 1" in shown and "--servers 1 was asked for" in shown
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_a_number_of_servers_that_cannot_be(tmp_path: Path) -> None:
+    with going(tmp_path, SCRIPT, *held(1, 1), args=LONG) as run:
+        run.wait_for_step(2)
+        for flags, why in (
+            (("--servers", "0"), "somebody must hold the parameters"),
+            (("--servers", "900"), "may start 100 more"),
+            (("-n", "7", "--servers", "2"), "7 workers for 6 slots"),
+            ((), "--servers"),
+        ):
+            refused = paceline("scale", "it", *flags, cwd=tmp_path)
+            assert refused.returncode == 2 and why in refused.stderr, refused.stderr
+        assert len(fleet(run).addresses) == 1
+        finish(run)
+
+
+# no copy left
+
+
+def receipts(run: Path) -> dict[int, tuple[int, ...]]:
+    return {int(row[0]): tuple(map(int, row)) for row in ledger.read(run / "receipts").table()}
+
+
+@pytest.mark.parametrize(
+    ("servers", "flags", "lost"),
+    [(2, (), (0, 1)), (2, ("--replicas", "1"), (1,)), (1, ("--checkpoint-every", "0"), (0,))],
+    ids=["both copies", "one copy", "no checkpoint"],
+)
+def test_nobody_has_a_copy_any_more(
+    tmp_path: Path, servers: int, flags: tuple[str, ...], lost: tuple[int, ...], seed: int, undisturbed: dict[int, str]
+) -> None:
+    """All go back together; the steps that were trained twice are told, and their receipts count once."""
+    step = random.Random(f"{seed} {lost}").randrange(9, 25)
+    print(f"servers {lost} from step {step} on")
+    with going(tmp_path, SCRIPT, *held(2, servers, "--checkpoint-every", "7", *flags), args=LONG) as run:
+        pids = [pid_of(run, server) for server in lost]
+        run.wait_for_step(step)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        told = run.wait_for(run.event("rolled back"), "a rollback")
+        result = finish(run)
+    check(result, undisturbed)
+    assert result.summary["weights_sha256"] == undisturbed[-1]
+    first, count = told["step"], told["redone"]
+    assert first % 7 == 0 and (first == 0) == ("--checkpoint-every" in flags)
+    assert result.summary["rollbacks"] == 1 and result.summary["steps_redone"] == count >= step - first
+    assert f"steps {first}-{first + count - 1} are trained again" in result.err
+    assert sorted(receipts(result.folder)) == list(range(60))
+    verified = paceline("verify", "it", cwd=tmp_path)
+    assert verified.returncode == 0 and "exactly once" in verified.stdout, verified.stdout
+    shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "back to a checkpoint 1 time" in shown and f"{count} steps trained again" in shown
+    assert left_processes(str(tmp_path)) == []
+
+
+def test_the_coordinator_dies_while_the_run_goes_back(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    with going(tmp_path, SCRIPT, *held(2, 1, "--checkpoint-every", "7"), args=LONG) as run:
+        server, standby = pid_of(run, 0), run.wait_for_standby()
+        run.wait_for_step(8)
+        leader = run.leader
+        os.kill(server, signal.SIGKILL)
+        run.wait_for(run.event("rolling back"), "a rollback")
+        os.kill(leader, signal.SIGKILL)
+        run.wait_for(lambda: run.leader == standby, "the standby's lead")
+        run.wait_for(run.event("rolled back"), "the way back")
+        result = finish(run)
+    check(result, undisturbed)
+    assert result.summary["weights_sha256"] == undisturbed[-1] and left_processes(str(tmp_path)) == []
+
+
+def test_a_run_that_never_comes_to_a_step_goes_back_no_more(tmp_path: Path) -> None:
+    """Whatever takes the servers takes them again."""
+    script = SCRIPT.replace(
+        "for batch in loader:", "for batch in loader:\n        while run.resumed: time.sleep(0.001)", 1
+    )
+    with going(tmp_path, script, *held(2, 1, "--checkpoint-every", "8"), args=("15", "10")) as run:
+        run.wait_for((run.folder / "checkpoints" / "step-00000008" / "manifest.json").exists, "a checkpoint")
+        for server in range(5):
+            pid = pid_of(run, server)
+            run.wait_for(holds(run, server), f"a layout with server {server}")
+            os.kill(pid, signal.SIGKILL)
+        result = ended(run)
+    assert result.code == 1 and "after going back 3 times without a step trained in between" in result.last_line
+    assert "`paceline resume it` goes on from the newest checkpoint" in result.last_line
+    assert result.summary["rollbacks"] == 4 and left_processes(str(tmp_path)) == []
 
 
 # ends
