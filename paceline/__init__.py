@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from paceline.processor import mkl_branch
+
 if TYPE_CHECKING:
     from paceline.fitting import fit
     from paceline.run import Run, init
