@@ -83,8 +83,8 @@ class Turns:
         taken = batch.taken(slot)
         self._delivered = Delivered(number, *tally([taken]))
         if share is not None:
-            largest = max(batch.sizes) if batch.sizes is not None else taken.samples
-            yield from self._micro_batch(number, first + step, taken.samples / largest, batch, share.value, start)
+            part = taken.samples / sum(batch.sizes) if batch.sizes is not None else 1 / self._slots
+            yield from self._micro_batch(number, first + step, part, batch, share.value, start)
 
     def over_steps(self, count: int) -> Iterator[int]:
         """For scripts that draw their own batches."""
@@ -93,7 +93,9 @@ class Turns:
                 step, slot = divmod(number, self._slots)
                 self._stepper.mine = [slot]
                 self._delivered = Delivered(number, *tally([own_draw(slot)]))
-                yield from self._micro_batch(number, first + step, 1.0, None, first + step, time.perf_counter())
+                yield from self._micro_batch(
+                    number, first + step, 1 / self._slots, None, first + step, time.perf_counter()
+                )
 
     def _numbers(self, steps: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
         """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
@@ -133,14 +135,14 @@ class Turns:
         self._over(turned, steps)
 
     def _micro_batch(
-        self, number: int, step: int, weight: float, batch: Batch | None, value: Any, since: float
+        self, number: int, step: int, part: float, batch: Batch | None, value: Any, since: float
     ) -> Iterator[Any]:
         stepper = self._stepper
         stepper.step = step
         self._run._session.row.enter(Phase.REDUCE)
         for schedule in self._schedules:
             schedule.at(step)
-        self._strategy.take(number, weight, self._count)
+        self._strategy.take(number, part, self._count)
         stepper.begin(batch, since)
         set_seed(mix(self._run.settings.seed, IN_SHARE, step, 0, number % self._slots), self._run.device)
         yield value

@@ -194,8 +194,9 @@ class Held:
             for weights in (False, True):
                 self._values.pop((count, weights), None)
             worker, own = update.push
-            for key in [key for key in self._staged if key[0] == worker and key[1] <= own]:
-                del self._staged[key]
+            for key in list(self._staged):
+                if key[0] in update.gone or (key[0] == worker and key[1] <= own):
+                    del self._staged[key]
 
     def _ready(self, count: int, update: Update) -> bool:
         staged = update.push in self._staged

@@ -90,6 +90,8 @@ class Update(msgspec.Struct):
     """Where values that come are staged: by which worker, as its how-manieth push."""
     moved: bool = False
     """Whether buffers have moved: by how much is staged too."""
+    gone: list[int] = []
+    """Workers that are dead, and of whom nothing more will be counted: what they have staged is of no use."""
 
 
 class Apply(msgspec.Struct, tag=True):
@@ -244,6 +246,7 @@ class Turned(msgspec.Struct, tag=True):
     samples: int
     """Whole steps of the run so far, and samples."""
     trainers: list[int]
+    gone: list[int]
     receipts: list[Receipt] = []
     stop: int = 0
     stopper: int = -1
@@ -258,6 +261,8 @@ class Number(msgspec.Struct, tag=True):
 
 class Tail(msgspec.Struct, tag=True):
     entries: list[Counted]
+    count: int
+    """Of all pushes."""
 
 
 Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes

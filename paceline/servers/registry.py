@@ -111,7 +111,7 @@ class Registry:
                     self._clocks.leave(worker)
                 return Done(), ()
             case Unheard(after):
-                return Tail([entry for entry in register.log if entry.count > after]), ()
+                return Tail([entry for entry in register.log if entry.count > after], register.count), ()
             case Hold(worker, yes):
                 return self._hold(register, worker, yes)
             case Notes():
@@ -140,7 +140,7 @@ class Registry:
         elif not numbers or not self._clocks.begin(worker, register.step_of(numbers[0]), now).go:
             return None
         turned = Turned(
-            list(numbers), register.count, register.steps, register.samples, register.trainers, [],
+            list(numbers), register.count, register.steps, register.samples, register.trainers, register.gone, [],
             register.stop, register.stopper, {} if numbers else register.clocks.staleness,
         )  # fmt: skip
         if turn.written >= 0:

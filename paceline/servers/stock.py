@@ -28,7 +28,7 @@ class Stock:
     """`mode` and `slots` are for workers that run at their own pace: see `Drawing`."""
 
     def __init__(self, holders: Holders, replica: Replica, layout: Layout, mode: str = "ps", slots: int = 0) -> None:
-        self._holders, self._replica = holders, replica
+        self._holders, self._replica, self._layout = holders, replica, layout
         params, optimizers = replica.params, replica.optimizers
         self.fragments: tuple[Fragment, ...] = cut(layout, len(params))
         self.values = layout.allocate()
@@ -88,6 +88,23 @@ class Stock:
         everything = range(len(self.fragments))
         self._holders.through(lambda: self._holders.wait(self.pull(everything, version)))
         self.take_pulled(range(len(self.value_of)))
+
+    def look(self, version: int) -> list[torch.Tensor]:
+        """The values that the servers hold now, after so many pushes or more, as they are; nothing is taken over."""
+        flats = [torch.empty_like(flat) for flat in self.values]
+
+        def attempt() -> None:
+            self._holders.wait(
+                self._holders.begin_fetch(
+                    range(len(self.fragments)),
+                    lambda batch: Pull(version, batch),
+                    lambda k: stretch(flats, self.fragments[k]),
+                )
+            )
+            self._holders.end_fetch()
+
+        self._holders.through(attempt)
+        return self._layout.views(flats)
 
     def pull(self, fragments: Iterable[int], version: int) -> list[Future[Reply]]:
         return self._holders.begin_fetch(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.servers import clocks
+from paceline.servers.delays import Delays, split
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
@@ -32,19 +33,26 @@ TABLE = {
     "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
     "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
     "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
-    "ssp": Entry(*_FREE, "at most 3 pushes ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
-    "dssp": Entry(*_FREE, "1 to 8 pushes ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
+    "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
+    "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
 }
 
 
 def find(text: str) -> Entry:
     """The strategy of this name, with whatever stands behind it."""
-    name, _, numbers = text.partition(":")
+    mode, delays = text, Delays()
+    if text.partition(":")[0] not in TABLE:
+        mode, delays = split(text)
+    name, _, numbers = mode.partition(":")
     if name not in TABLE:
         there = ", ".join(f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items())
         raise UsageError(f"unknown strategy {text!r}; there are: {there}")
+    if delays and TABLE[name].module != _FREE[0]:
+        raise UsageError(
+            f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
+        )
     if TABLE[name].servers:
-        clocks.parse(text)
+        clocks.parse(mode)
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")
     return TABLE[name]

@@ -19,7 +19,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
-from paceline.servers.carried import hyper, refuse_closure
+from paceline.servers.carried import hyper, plain, refuse_closure
+from paceline.servers.delays import split
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import (
     ABSENT,
@@ -58,12 +59,15 @@ class FreeRunning:
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
+        self._clock, self._delays = split(mode)
+        self._gone: list[int] = []
+        """Workers of whom nothing more is counted."""
         self._count = self._own = self._heard = 0
         """Pushes that this worker has seen the result of; its own; and those that all servers have applied."""
         self._stretch = 0
         self._register_at_rest = b""
         self._number, self._call, self._weight = -1, 0, 1.0
-        """The micro-batch in hand, which of its optimizer steps comes next, and what it counts for."""
+        """The micro-batch in hand, which of its optimizer steps comes next, and which part of a step it is."""
         self._piece, self._folded = 1.0, 0.0
         self._pieces: dict[int, torch.Tensor] = {}
         """The sum over the pieces of the micro-batch in hand, of each parameter."""
@@ -84,7 +88,7 @@ class FreeRunning:
         self._buffers = Buffers(replica)
         tensors = [*replica.params, *replica.buffers]
         self._layout = Layout.of(tensors, len(replica.params))
-        self._stock = Stock(self._holders, replica, self._layout, self._mode, self._seat.slots)
+        self._stock = Stock(self._holders, replica, self._layout, self._clock, self._seat.slots)
         self._pushed = self._layout.allocate()
         self._pushed_of = self._layout.views(self._pushed)
         for number, optimizer in enumerate(replica.optimizers):
@@ -165,6 +169,7 @@ class FreeRunning:
         """What this worker has in hand next. It has delivered these, and wishes to stop, if so."""
         turn = Turn(self._seat.worker, self._stretch, want, list(delivered), stop, written, leaves)
         turned: Turned = self._ask(turn).message
+        self._gone = turned.gone
         return turned
 
     def take(self, number: int, weight: float, count: int) -> None:
@@ -222,11 +227,18 @@ class FreeRunning:
         for index, grad in grads.items():
             self._replica.params[index].grad = grad
         moved = self._lay_out(grads)
+        if self._delays:
+            self._make_up_for_delays([index for index, grad in grads.items() if grad is not None])
         self._own += 1
         push = (self._seat.worker, self._own)
         sources = {index: ABSENT if grad is None else BY_VALUE for index, grad in grads.items()}
-        values = hyper(optimizer, self._stock.carried[number])
-        update = memoryview(msgspec.msgpack.encode(Update(number, 0, values, sources, {}, [], push, moved)))
+        values = [
+            {**changed, "lr": _times(plain(group["lr"]), self._weight)}
+            for changed, group in zip(
+                hyper(optimizer, self._stock.carried[number]), optimizer.param_groups, strict=True
+            )
+        ]
+        update = memoryview(msgspec.msgpack.encode(Update(number, 0, values, sources, {}, [], push, moved, self._gone)))
         self._holders.through(partial(self._stage, {index for index in grads if grads[index] is not None}, moved))
         counted: Number = self._ask(Push(*push, self._number, self._call, self._heard), update).message
         self._call += 1
@@ -243,13 +255,20 @@ class FreeRunning:
             for index, grad in grads.items():
                 if grad is not None:
                     self._pushed_of[index].copy_(grad.to_dense() if grad.is_sparse else grad)
-                    if self._weight != 1.0:
-                        self._pushed_of[index].mul_(self._weight)
             moves = self._buffers.take()
             moved = any(move is not None for move in moves)
             for view, move in zip(self._pushed_of[count:], moves, strict=True):
                 view.zero_() if move is None else view.copy_(move)
         return moved
+
+    def _make_up_for_delays(self, params: Sequence[int]) -> None:
+        tail: Tail = self._ask(Unheard(self._count)).message
+        factor = self._delays.factor(tail.count - self._count)
+        now = self._stock.look(self._count) if self._delays.compensation else self._stock.value_of
+        for index in params:
+            gradient = self._pushed_of[index]
+            self._delays.compensate(gradient, now[index], self._stock.value_of[index])
+            gradient.mul_(factor)
 
     def _stage(self, params: set[int], moved: bool) -> None:
         fragments = self._stock.fragments
@@ -323,3 +342,8 @@ class FreeRunning:
 
     def close(self) -> None:
         self._holders.close()
+
+
+def _times(rate: Any, part: float) -> Any:
+    """A learning rate, as plain values, for a part of a step."""
+    return {**rate, "value": rate["value"] * part} if isinstance(rate, dict) else rate * part

@@ -96,7 +96,7 @@ assert seen == sorted(seen), seen
 )
 
 
-@pytest.mark.parametrize("strategy", ["async", "dssp:1,4"])
+@pytest.mark.parametrize("strategy", ["async+dc:0.04+damp:0.5", "dssp:1,4"])
 def test_a_schedule_follows_the_steps_of_the_run_and_all_end_with_the_same_weights(
     tmp_path: Path, strategy: str
 ) -> None:
