@@ -3,17 +3,12 @@
 A push is named by the micro-batch it came from, (epoch, number), not by its worker: whoever computes one again after a
 death, its name says whether it still counts. The names are kept as ranges: what is applied fills up from the start, so
 what there is to remember are the gaps, as many as micro-batches are under way.
-
-A push has a piece for every fragment, and fragments are on several servers. A worker that dies may have reached some of
-them only; another one computes the same micro-batch, with other parameters and so with another gradient. Half of the
-one and half of the other would be neither: a push is staged until all of one copy has come (`Staging`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import pairwise
 
 import msgspec
@@ -101,73 +96,3 @@ def _united(ranges: Iterable[Range]) -> list[int]:
         else:
             edges += [a, b]
     return edges
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Keep what has come: so many fragments of this copy are still missing."""
-
-    missing: int
-
-
-@dataclass(frozen=True)
-class Complete:
-    """All of this copy has come: apply it. What has come of these others' copies is to be dropped."""
-
-    drops: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Again:
-    """Its micro-batch counts already: drop what has come."""
-
-
-class Staging:
-    """The pushes that are on their way into these fragments; whichever copy of one is complete first counts.
-
-    A copy goes by the number of its worker, which computes a micro-batch once and may send it twice.
-
-    >>> staging = Staging({0, 1, 2}, Applied())
-    >>> staging.add((0, 7), 3, [0, 1])  # worker 3 dies
-    Waiting(missing=1)
-    >>> staging.add((0, 7), 4, [0, 1, 2])
-    Complete(drops=(3,))
-    >>> staging.add((0, 7), 3, [2])
-    Again()
-    """
-
-    def __init__(self, fragments: Collection[int], applied: Applied) -> None:
-        self._fragments = frozenset(fragments)
-        self._applied = applied
-        self._come: dict[Name, dict[int, set[int]]] = {}
-        """By micro-batch and worker, the fragments that have come."""
-
-    def add(self, name: Name, worker: int, fragments: Collection[int]) -> Waiting | Complete | Again:
-        """Some fragments of a copy have come. One that completes it is counted as applied."""
-        strangers = {*fragments} - self._fragments
-        if strangers:
-            raise ValueError(f"fragment {min(strangers)} of micro-batch {name} is not held here")
-        if name in self._applied:
-            return Again()
-        copies = self._come.setdefault(name, {})
-        come = copies.setdefault(worker, set())
-        come.update(fragments)
-        if len(come) < len(self._fragments):
-            return Waiting(len(self._fragments) - len(come))
-        self._applied.add(name)
-        del self._come[name]
-        return Complete(tuple(sorted(copies.keys() - {worker})))
-
-    def forget(self, worker: int) -> tuple[Name, ...]:
-        """The worker is dead and all that it had sent has been read, so these will never be complete: drop them."""
-        torn = tuple(sorted(name for name, copies in self._come.items() if worker in copies))
-        for name in torn:
-            del self._come[name][worker]
-            if not self._come[name]:
-                del self._come[name]
-        return torn
-
-    @property
-    def open(self) -> dict[Name, tuple[int, ...]]:
-        """By micro-batch, the workers whose copies are staged."""
-        return {name: tuple(sorted(copies)) for name, copies in self._come.items()}

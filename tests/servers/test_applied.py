@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from paceline.servers.applied import Again, Applied, Complete, Name, Staging, Waiting
+from paceline.servers.applied import Applied, Name
 
 names = st.tuples(st.integers(0, 2), st.integers(0, 30))
 
@@ -100,72 +99,3 @@ def test_room_follows_the_gaps_and_not_the_count() -> None:
     for number in under_way:
         applied.add((0, number))
     assert applied == Applied({0: [0, 100_000]})
-
-
-def test_a_push_that_is_torn_is_dropped_once_another_copy_of_it_is_complete() -> None:
-    applied = Applied()
-    staging = Staging({4, 5}, applied)
-    assert staging.add((1, 0), 0, [4]) == Waiting(1)
-    assert (1, 0) not in applied
-    assert staging.add((1, 0), 2, [5]) == Waiting(1)
-    assert staging.open == {(1, 0): (0, 2)}
-    assert staging.add((1, 0), 2, [4]) == Complete((0,))
-    assert (1, 0) in applied
-    assert staging.open == {}
-    assert staging.add((1, 0), 0, [5]) == Again()
-
-
-def test_a_fragment_that_is_sent_twice_counts_once() -> None:
-    staging = Staging({0, 1}, Applied())
-    assert staging.add((0, 0), 0, [0]) == Waiting(1)
-    assert staging.add((0, 0), 0, [0]) == Waiting(1)
-    assert staging.add((0, 0), 0, [0, 1]) == Complete(())
-
-
-def test_a_fragment_of_another_server_is_refused() -> None:
-    with pytest.raises(ValueError, match="fragment 7 of micro-batch"):
-        Staging({0, 1}, Applied()).add((0, 0), 0, [0, 7])
-
-
-class Pushes(RuleBasedStateMachine):
-    """Workers send fragments of micro-batches in any order, some twice, and die in between."""
-
-    @initialize(count=st.integers(1, 4))
-    def begin(self, count: int) -> None:
-        self.fragments = set(range(count))
-        self.applied = Applied()
-        self.staging = Staging(self.fragments, self.applied)
-        self.sent: dict[tuple[Name, int], set[int]] = {}
-        self.counted: dict[Name, int] = {}
-
-    @rule(name=st.tuples(st.just(0), st.integers(0, 4)), worker=st.integers(0, 3), data=st.data())
-    def send(self, name: Name, worker: int, data: st.DataObject) -> None:
-        fragments = data.draw(st.sets(st.sampled_from(sorted(self.fragments)), min_size=1))
-        answer = self.staging.add(name, worker, fragments)
-        if name in self.counted:
-            assert answer == Again()
-            return
-        come = self.sent.setdefault((name, worker), set())
-        come |= fragments
-        if come != self.fragments:
-            assert answer == Waiting(len(self.fragments - come))
-            return
-        others = sorted(other for of, other in self.sent if of == name and other != worker)
-        assert answer == Complete(tuple(others))
-        self.counted[name] = worker
-        self.sent = {key: fragments for key, fragments in self.sent.items() if key[0] != name}
-
-    @rule(worker=st.integers(0, 3))
-    def die(self, worker: int) -> None:
-        torn = tuple(sorted(name for name, other in self.sent if other == worker))
-        assert self.staging.forget(worker) == torn
-        self.sent = {key: fragments for key, fragments in self.sent.items() if key[1] != worker}
-
-    @invariant()
-    def only_whole_copies_count_and_only_torn_ones_are_staged(self) -> None:
-        assert {(0, number) for number in range(5) if (0, number) in self.applied} == self.counted.keys()
-        staged = {(name, worker) for name, workers in self.staging.open.items() for worker in workers}
-        assert staged == self.sent.keys()
-
-
-TestPushes = Pushes.TestCase
