@@ -18,10 +18,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.embedding import SparseEmbedding
     from paceline.fitting import fit
     from paceline.run import Run, init
 
-__all__ = ["PacelineError", "Run", "__version__", "fit", "init"]
+__all__ = ["PacelineError", "Run", "SparseEmbedding", "__version__", "fit", "init"]
 __version__ = "0.1.0"
 
 # MKL reads this at its first call; a run of one started by plain `python` must give the same bits.
@@ -30,6 +31,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2")
 _HOMES = {
     "init": "paceline.run",
     "Run": "paceline.run",
+    "SparseEmbedding": "paceline.embedding",
     "fit": "paceline.fitting",
     "PacelineError": "paceline.errors",
 }

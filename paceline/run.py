@@ -22,6 +22,7 @@ from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
+from paceline.embedding import tables_of
 from paceline.errors import PacelineError, UsageError
 from paceline.feeding import Feeding
 from paceline.hooks import Hook
@@ -288,6 +289,11 @@ class Run:
         peers = self.terms.peers
         if self._strategy.at_servers:
             self._strategy.reach(self._session.servers(), self._session)
+        elif tables_of(self._replica.models):
+            raise UsageError(
+                f"a SparseEmbedding's rows lie at servers, and --strategy {self.settings.strategy} has none: pass --strategy ps "
+                '(`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script runs alone'
+            )
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
         self.terms.on_peers = [self._strategy.meet, stepper.meet]

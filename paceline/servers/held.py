@@ -8,22 +8,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
 
 from paceline.servers.carried import DTYPES, Carried
 from paceline.servers.fragments import Fragment
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Update, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Advance, Apply, Lay, Part, Push, Summed, Update, Value
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
-Said = Lay | Summed | Apply | Value
+Said = Lay | Summed | Apply | Value | Push | Advance
 _KEPT_STEPS = 1
 """A worker may be so many steps behind another one: what it still asks for is kept."""
+
+
+class Holding(Protocol):
+    """A fragment at a server, whatever is in it. All methods are called under `changed`."""
+
+    since: int
+    """By which layout this server came to hold it."""
+    changed: threading.Condition
+    version: int
+    """Updates that are in it; -1: nothing was laid yet."""
+
+    def length(self, message: Said | Part, body: memoryview) -> int:
+        """How many bytes of a body, which has other fragments' behind its own, are this one's."""
+
+    def knows(self, message: Said, body: memoryview) -> bool:
+        """Whether this has been said before; ValueError if something else has."""
+
+    def do(self, message: Said, body: memoryview) -> None: ...
+    def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
+        """What makes another copy the same as this one; without its number, which it does not know."""
+
+    def states(self) -> Snapshot: ...
 
 
 class Point:
@@ -54,8 +77,8 @@ class Point:
         self.total, self._sums = total, {}
 
 
-class Held:
-    """`since` which layout this server holds it. All methods are called under `changed`."""
+class Held(Holding):
+    """A stretch of the parameters."""
 
     def __init__(self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried], since: int) -> None:
         self._fragment, self._dtype, self.since = fragment, dtype, since
@@ -103,8 +126,12 @@ class Held:
             raise ValueError(f"{message.leaves} leaves at a point of {point.leaves}")
         return point
 
+    def length(self, message: Said | Part, body: memoryview) -> int:
+        if isinstance(message, Push):
+            raise ValueError("rows for a fragment of parameters")
+        return self.value.nbytes
+
     def knows(self, message: Said, body: memoryview) -> bool:
-        """Whether this has been said before; ValueError if something else has."""
         match message:
             case Lay(_, version):
                 return self.version >= max(version, 0)  # newer ones come where filling was broken off and begins again
@@ -119,6 +146,8 @@ class Held:
                     return True
                 msgspec.msgpack.decode(body, type=Update)  # nobody is told what cannot be read
                 return False
+            case _:
+                raise ValueError(f"a {type(message).__name__} of a fragment of parameters")
 
     def do(self, message: Said, body: memoryview) -> None:
         match message:
@@ -134,7 +163,6 @@ class Held:
         self.changed.notify_all()
 
     def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
-        """What makes another copy the same as this one; without its number, which it does not know."""
         states = [] if self._fragment.buffers else [memoryview(self.states().packed())]
         yield Lay([], self.version), [as_bytes(self.value), *states]
         for (step, call), point in self.points.items():

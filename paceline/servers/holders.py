@@ -50,6 +50,7 @@ class Holders:
 
     def place(self, drawing: Drawing, nbytes: list[int]) -> None:
         self._drawn, self._nbytes = memoryview(msgspec.msgpack.encode(drawing)), nbytes
+        self._params = range(len(drawing.fragments))
         self._directory.size(nbytes)
         self._refresh()
 
@@ -66,11 +67,11 @@ class Holders:
             except MovedError:
                 self._refresh()
 
-    def of_each(self) -> list[list[int]]:
-        """The fragments of each server that is a primary."""
+    def of_each(self, among: Iterable[int] | None = None) -> list[list[int]]:
+        """The fragments of each server that is their primary: of parameters, or of those that are named."""
         of: dict[int, list[int]] = {}
-        for fragment, holders in enumerate(self._layout.holders):
-            of.setdefault(holders[0], []).append(fragment)
+        for fragment in self._params if among is None else among:
+            of.setdefault(self._layout.holders[fragment][0], []).append(fragment)
         return list(of.values())
 
     def batches(self, fragments: Iterable[int]) -> Iterator[list[int]]:
@@ -95,8 +96,10 @@ class Holders:
     def out(self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview) -> Future[Reply]:
         return self._server(batch).out.call(self._asked(message), *body)
 
-    def back(self, batch: Sequence[int], message: msgspec.Struct, into: memoryview | None = None) -> Future[Reply]:
-        return self._server(batch).back.call(self._asked(message), into=into)
+    def back(
+        self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview, into: memoryview | None = None
+    ) -> Future[Reply]:
+        return self._server(batch).back.call(self._asked(message), *body, into=into)
 
     def _server(self, batch: Sequence[int]) -> Server:
         number = self._layout.holders[batch[0]][0]
@@ -119,7 +122,7 @@ class Holders:
         """Fragments that lie alone in their call are read straight to where they belong; the rest is spread by
         `end_fetch`."""
         self._fetching = [
-            (batch, self.back(batch, ask(batch), to(batch[0]) if len(batch) == 1 else None))
+            (batch, self.back(batch, ask(batch), into=to(batch[0]) if len(batch) == 1 else None))
             for batch in self.batches(fragments)
         ]
         self._to = to

@@ -11,6 +11,8 @@ import msgspec
 
 from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
+from paceline.servers.row_optimizers import RowOptimizer
+from paceline.servers.tables import Table
 
 
 class Drawing(msgspec.Struct):
@@ -20,6 +22,8 @@ class Drawing(msgspec.Struct):
     flats: list[str]
     """The dtype of each flat of the layout."""
     optimizers: list[Carried]
+    tables: list[Table] = []
+    """Their fragments are numbered behind the others: those of the first table, of the second, …"""
 
 
 class Outline(msgspec.Struct, tag=True):
@@ -27,7 +31,7 @@ class Outline(msgspec.Struct, tag=True):
 
 
 class Lay(msgspec.Struct, tag=True):
-    """Hold this one fragment + its values, then the state of its optimizers as a snapshot."""
+    """Hold this one fragment + its values, then the state of its optimizers as a snapshot; of rows, the snapshot alone."""
 
     fragments: list[int]
     version: int
@@ -102,6 +106,54 @@ class Pull(msgspec.Struct, tag=True):
     fragments: list[int]
 
 
+class Rows(msgspec.Struct, tag=True):
+    """Rows after so many row updates, once they are done + for each fragment, ids; answered by `Done` + the rows."""
+
+    count: int
+    fragments: list[int]
+
+
+class Push(msgspec.Struct, tag=True):
+    """The gradients of one share, at the `point`-th reduce point since the row update before + for each fragment, ids and
+    rows."""
+
+    count: int
+    """Of the row update that they are for."""
+    point: int
+    leaf: int
+    fragments: list[int]
+
+
+class RowUpdate(msgspec.Struct):
+    """One update of all rows that gradients have come for: the same from every worker."""
+
+    divisors: list[float]
+    """What the sum of each reduce point since the update before is divided by."""
+    optimizers: list[RowOptimizer]
+    """Of each table."""
+
+
+class Advance(msgspec.Struct, tag=True):
+    """The `count`-th row update of the run + an encoded `RowUpdate`, for all fragments at once."""
+
+    count: int
+    fragments: list[int]
+
+
+class Survey(msgspec.Struct, tag=True):
+    """What there is of rows; answered by `Done` + an encoded list of `Surveyed`, one for each fragment."""
+
+    count: int
+    fragments: list[int]
+    hashed: bool
+
+
+class Surveyed(msgspec.Struct):
+    rows: int
+    nbytes: int
+    sha256: bytes
+
+
 class Summed(msgspec.Struct, tag=True):
     """From a primary: the sum at a point is complete + bytes."""
 
@@ -118,11 +170,12 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value
+    said: Lay | Summed | Apply | Value | Push | Advance
 
 
 class State(msgspec.Struct, tag=True):
-    """The state of the fragment's optimizers; answered by `Done` + a snapshot of one list of states for each."""
+    """The state of the fragment's optimizers; answered by `Done` + a snapshot of one list of states for each. Of a fragment
+    of rows it is the rows and all."""
 
     fragment: int
 
@@ -139,7 +192,7 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State | Rows | Push | Advance | Survey
 
 
 Call = Asked | Copy | Outline

@@ -13,17 +13,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
-from paceline.servers.held import Held, Said, as_bytes
+from paceline.servers.held import Held, Holding, Said, as_bytes
+from paceline.servers.held_rows import HeldRows
 from paceline.servers.holders import NOWHERE
 from paceline.servers.lines import Line, moved
 from paceline.servers.messages import (
+    Advance,
     Apply,
     Asked,
     Call,
@@ -35,15 +39,22 @@ from paceline.servers.messages import (
     Outline,
     Part,
     Pull,
+    Push,
+    Rows,
     Sealed,
     State,
     Summed,
+    Survey,
+    Surveyed,
     Total,
     Value,
 )
+from paceline.servers.row_optimizers import Block
+from paceline.servers.tables import FRAGMENTS, packed_size
 
 Answer = tuple[msgspec.Struct, Sequence[memoryview]]
 _LOOK_S = 0.05
+Kind = TypeVar("Kind", bound=Holding)
 
 
 class _NotPrimary(Exception):
@@ -64,7 +75,7 @@ class Shelf:
         self._drawing: Drawing | None = None
         self._drawn = b""
         """The same, encoded."""
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, Holding] = {}
         self._layout = NOWHERE
         self._changed = threading.Condition()
         """About all of these, and the following."""
@@ -163,7 +174,7 @@ class Shelf:
         numbers = [k for k, _ in mine]
         copy = Copy(self._layout.number, self._number, [since for _, since in mine], replace(said, fragments=numbers))
         # What is said of all fragments together has one body.
-        body = [bodies[numbers[0]]] if isinstance(said, Apply) else [bodies[k] for k in numbers]
+        body = [bodies[numbers[0]]] if isinstance(said, (Apply, Advance)) else [bodies[k] for k in numbers]
         try:
             return not moved(self._line(server).call(copy, *body).result())
         except OSError:
@@ -229,7 +240,7 @@ class Shelf:
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answer:
         match call:
-            case Lay() | Value() | Apply():
+            case Lay() | Value() | Apply() | Push() | Advance():
                 self._hear(call, body)
             case Part():
                 self._part(call, body)
@@ -237,12 +248,16 @@ class Shelf:
                 return Done(all(self._is_sealed(fragment, call) for fragment in call.fragments)), ()
             case Total(step, point, divisor, fragments):
                 with self._locked(fragments) as helds:
-                    return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
+                    return Done(), [as_bytes(_as(Held, each).over(step, point, divisor)) for each in helds]
             case Pull(version, fragments):
                 return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
             case State(fragment):
                 with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
+            case Rows():
+                return Done(), [row.reshape(-1).view(np.uint8).data for row in self._gathered(call, body)]
+            case Survey():
+                return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call)))),)
         return Done(), ()
 
     def _hear(self, said: Said, body: memoryview) -> None:
@@ -262,7 +277,7 @@ class Shelf:
         bodies = self._cut(part, body)
         with self._locked(part.fragments) as helds:
             complete: dict[int, tuple[Held, memoryview]] = {}
-            for k, held in zip(part.fragments, helds, strict=True):
+            for k, held in zip(part.fragments, (_as(Held, each) for each in helds), strict=True):
                 point = held.point(part)
                 total = point.total if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
                 if total is not None:
@@ -273,19 +288,40 @@ class Shelf:
                 held.do(summed, sums)
 
     def _is_sealed(self, fragment: int, asked: Sealed) -> bool:
-        with self._locked([fragment]) as (held,):
+        with self._locked([fragment]) as (each,):
+            held = _as(Held, each)
             if asked.wait:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
             return held.sealed(asked.step, asked.call)
 
     def _pulled(self, fragment: int, version: int) -> torch.Tensor:
         """Nobody changes it before this worker has brought its part of the next step."""
-        with self._locked([fragment]) as (held,):
-            self._await(fragment, held, lambda: held.version >= version)
-            return held.value
+        with self._at(fragment, version) as held:
+            return _as(Held, held).value
+
+    def _gathered(self, asked: Rows, body: memoryview) -> Iterator[Block]:
+        """One fragment at a time: the next may still wait for its update."""
+        at = 0
+        for fragment in asked.fragments:
+            size = packed_size(body[at:], dim=0)
+            with self._at(fragment, asked.count) as held:
+                yield _as(HeldRows, held).gather(body[at : at + size])
+            at += size
+
+    def _surveyed(self, asked: Survey) -> Iterator[Surveyed]:
+        for fragment in asked.fragments:
+            with self._at(fragment, asked.count) as held:
+                yield _as(HeldRows, held).survey(asked.hashed)
 
     @contextmanager
-    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Held]]:
+    def _at(self, fragment: int, version: int) -> Iterator[Holding]:
+        """A fragment, once it has come to this version."""
+        with self._locked([fragment]) as (held,):
+            self._await(fragment, held, lambda: held.version >= version)
+            yield held
+
+    @contextmanager
+    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Holding]]:
         """Fragments of which this server is the primary. Always in one order: two callers never wait for each other."""
         with self._changed:
             self._check_primary(fragments)
@@ -305,18 +341,18 @@ class Shelf:
 
     def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply)):
+        if isinstance(message, (Lay, Apply, Advance)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
-            size = self._made(fragment).value.nbytes
+            size = self._made(fragment).length(message, body[at:])
             bodies[fragment] = body[at : at + size]
             at += size
         if at != len(body):
             raise ValueError(f"{len(body)} bytes for fragments of {at}")
         return bodies
 
-    def _await(self, fragment: int, held: Held, moment: Callable[[], bool]) -> None:
+    def _await(self, fragment: int, held: Holding, moment: Callable[[], bool]) -> None:
         """Under the fragment's lock."""
 
         def over() -> bool:
@@ -327,16 +363,28 @@ class Shelf:
         if not moment():
             raise _NotPrimary
 
-    def _made(self, fragment: int) -> Held:
+    def _made(self, fragment: int) -> Holding:
         with self._changed:
-            if self._drawing is None or not 0 <= fragment < len(self._drawing.fragments):
+            drawing = self._drawing
+            if drawing is None or not 0 <= fragment < len(drawing.fragments) + FRAGMENTS * len(drawing.tables):
                 raise ValueError(f"there is no fragment {fragment}")
             if fragment not in self._held:
-                found = self._drawing.fragments[fragment]
-                dtype = DTYPES[self._drawing.flats[found.flat]]
-                since = _since(self._layout, fragment, self._number)
-                self._held[fragment] = Held(found, dtype, self._drawing.optimizers, since)
+                self._held[fragment] = self._make(drawing, fragment)
             return self._held[fragment]
+
+    def _make(self, drawing: Drawing, fragment: int) -> Holding:
+        since = _since(self._layout, fragment, self._number)
+        if fragment >= len(drawing.fragments):
+            table = (fragment - len(drawing.fragments)) // FRAGMENTS
+            return HeldRows(table, drawing.tables[table], since)
+        found = drawing.fragments[fragment]
+        return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)
+
+
+def _as(kind: type[Kind], held: Holding) -> Kind:
+    if not isinstance(held, kind):
+        raise ValueError(f"this is about a {kind.__name__}, and the fragment is a {type(held).__name__}")
+    return held
 
 
 def _since(layout: Placed, fragment: int, server: int) -> int:

@@ -15,8 +15,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from paceline.embedding import tables_of
 from paceline.errors import UsageError
 from paceline.hooks import Hook
 from paceline.replica import Replica, load_optimizer
@@ -29,9 +32,11 @@ from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
 from paceline.servers.peers import ServedPeers, Sums, stretch
 from paceline.servers.pieces import Piece
+from paceline.servers.tables import NOMINAL_BYTES
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled
+from paceline.strategies.rows import ServedRows
 from paceline.tensors.fetched import Fetch, Fetched
 from paceline.tensors.peers import Peers, TermEnded, Watch
 from paceline.tensors.reduce import Outcome
@@ -55,6 +60,9 @@ class ParameterServers(AllReduce):
         self._flat = False
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
+        self._tables = tables_of(replica.models)
+        _check_tables(bool(self._tables), replica, scaled)
+        self._rows = ServedRows(self._tables, self._holders)
         super().attach(replica, self._served_by(peers), mean, scaled)
         for number, optimizer in enumerate(replica.optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))
@@ -85,7 +93,10 @@ class ParameterServers(AllReduce):
         self._incoming_of = layout.views(self._incoming)[: len(params)]
         dtypes = [str(dtype) for dtype, _ in layout.flats]
         sizes = [fragment.nbytes(layout) for fragment in fragments]
-        self._holders.place(Drawing(list(fragments), dtypes, self._carried), sizes)
+        self._rows.begin(len(fragments))
+        sizes += [NOMINAL_BYTES] * len(self._rows.fragments)
+        tables = [embedding.table for embedding in self._tables]
+        self._holders.place(Drawing(list(fragments), dtypes, self._carried, tables), sizes)
 
     def _served_by(self, peers: Peers) -> ServedPeers:
         def check(seconds: float) -> None:
@@ -119,6 +130,7 @@ class ParameterServers(AllReduce):
             self._holders.wait(calls)
 
         self._holders.through(attempt)
+        self._rows.lay()
 
     def begin(self) -> None:
         """The servers have everything; workers keep no state of an optimizer. What the servers hold need not be what a
@@ -128,6 +140,7 @@ class ParameterServers(AllReduce):
         self._take_pulled(range(len(self._value_of)))
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
+        self._rows.laid()
 
     def _note_values(self) -> None:
         with torch.no_grad():
@@ -140,10 +153,11 @@ class ParameterServers(AllReduce):
         return [piece for piece in fragment.pieces if piece.param in mine and not fragment.buffers]
 
     def capture(self) -> dict[str, Any]:
-        return {"count": self._count}
+        return {"count": self._count, "rows": self._rows.capture()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
+        self._rows.restore(state["rows"])
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -156,7 +170,8 @@ class ParameterServers(AllReduce):
         optimizers = self._replica.optimizers
         for optimizer, carried, mine in zip(optimizers, self._carried, held, strict=True):
             load_optimizer(optimizer, join(carried, hyper(optimizer, carried), mine))
-        yield
+        with self._rows.whole():
+            yield
         for optimizer in optimizers:
             optimizer.state.clear()
 
@@ -175,6 +190,22 @@ class ParameterServers(AllReduce):
     def open(self, point: Point, plan: Plan, flat: bool) -> None:
         self._served.at, self._flat = (point.step, point.call), flat
         super().open(point, plan, flat)
+        if not flat:
+            self._rows.open()
+
+    def fold(self, leaf: int) -> None:
+        self._rows.fold(leaf, self._weight)
+        super().fold(leaf)
+
+    def drop(self) -> None:
+        self._rows.drop()
+        super().drop()
+
+    def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
+        self._rows.send()
+        rows = super().commit(point, key, lanes)
+        self._rows.met(self._sums.divisors[point.call])
+        return rows
 
     def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
         self._served.at = (point.step, point.call)
@@ -287,6 +318,7 @@ class ParameterServers(AllReduce):
         with torch.no_grad():
             torch._foreach_copy_([params[k].data for k in self._grads], [self._value_of[k] for k in self._grads])
         self._grads = {}
+        self._rows.advance()
 
     def _pull(self, fragments: Iterable[int]) -> list[Future[Reply]]:
         return self._holders.begin_fetch(
@@ -314,6 +346,16 @@ class ParameterServers(AllReduce):
     def close(self) -> None:
         super().close()
         self._holders.close()
+
+
+def _check_tables(there: bool, replica: Replica, scaled: Scaled | None) -> None:
+    if there and not replica.optimizers:
+        raise UsageError(
+            "a SparseEmbedding's rows move when an optimizer steps, and none was given to run.prepare(): give it the one of "
+            "the dense part"
+        )
+    if there and scaled:
+        raise UsageError("a SparseEmbedding cannot be trained with precision fp16: use bf16, which needs no scaling")
 
 
 def _refuse_shared(carried: Sequence[Carried]) -> None:
