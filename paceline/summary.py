@@ -21,6 +21,7 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
         "run": session.folder.id,
         "exit": exit,
         "weights_sha256": weights_sha256,
+        **(run._strategy.facts() if stepper else {}),
         "steps": run.step,
         "epochs": run._epochs_done,
         "samples": samples,

@@ -238,6 +238,9 @@ class AllReduce:
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         if self._overlap is not None:
             self._overlap.close()

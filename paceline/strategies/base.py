@@ -93,4 +93,7 @@ class Strategy(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps."""
 
+    def facts(self) -> dict[str, Any]:
+        """What the run's summary says of state that is not in the replica."""
+
     def close(self) -> None: ...

@@ -175,6 +175,9 @@ class ParameterServers(AllReduce):
         for optimizer in optimizers:
             optimizer.state.clear()
 
+    def facts(self) -> dict[str, Any]:
+        return self._rows.facts()
+
     def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
         holders = self._holders
         (reply,) = holders.through(lambda: holders.wait([holders.back([fragment], State(fragment))]))

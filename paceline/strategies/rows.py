@@ -181,10 +181,13 @@ class ServedRows:
         found = self._survey(self._of(table), hashed=False).values()
         return Held(sum(each.rows for each in found), sum(each.nbytes for each in found))
 
-    def sha256(self) -> str:
-        """Of all rows, with their optimizers' state: the same for the same rows, wherever they lie."""
+    def facts(self) -> dict[str, Any]:
+        """The hash is of all rows, with their optimizers' state: the same for the same rows, wherever they lie."""
+        if not self._homes:
+            return {}
         found = self._survey(self.fragments, hashed=True)
-        return hashlib.sha256(b"".join(found[k].sha256 for k in self.fragments)).hexdigest()
+        digest = hashlib.sha256(b"".join(found[k].sha256 for k in self.fragments)).hexdigest()
+        return {"rows": sum(each.rows for each in found.values()), "rows_sha256": digest}
 
     def _survey(self, fragments: range, hashed: bool) -> dict[int, Surveyed]:
         found: dict[int, Surveyed] = {}
