@@ -92,12 +92,20 @@ def main() -> None:
         run.log(auc=area)
         if run.is_main:
             print(f"epoch {epoch + 1}: AUC {area:.4f}, {seconds:.1f} s, {steps / seconds:.1f} steps/s", flush=True)
-    if run.is_main and not args.dense:
-        held, moved = embedding.held(), embedding.traffic
-        print(
-            f"{held.rows:,} rows of {args.ids:,} ids, {held.nbytes / 1e6:.1f} MB; main moved {moved.bytes / run.step / 1e6:.2f} MB "
-            f"a step for {moved.rows_read / run.step:,.0f} rows read and {moved.rows_pushed / run.step:,.0f} pushed"
+    if not args.dense:
+        held, mine = embedding.held(), embedding.traffic
+        run.log(
+            rows=held.rows,
+            held=held.nbytes,
+            moved=held.moved,
+            touched=mine.rows_read + mine.rows_pushed,
+            sent=mine.bytes,
         )
+        if run.is_main:
+            print(
+                f"{held.rows:,} rows of {args.ids:,} ids in {held.nbytes / 1e6:.0f} MB; main read {mine.rows_read / run.step:,.0f} "
+                f"and pushed {mine.rows_pushed / run.step:,.0f} rows a step, in {mine.bytes / run.step / 1e6:.2f} MB"
+            )
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class Held(NamedTuple):
     """That have begun."""
     nbytes: int
     """The memory of one copy of them, with their optimizer's state and the index."""
+    moved: int
+    """How often a row has been moved, by the servers that are their primaries now."""
 
 
 class Home(Protocol):
@@ -101,7 +103,7 @@ class SparseEmbedding(nn.Module):
 
     def held(self) -> Held:
         """What the servers have of this table now."""
-        return self.home.held() if self.home is not None else Held(0, 0)
+        return self.home.held() if self.home is not None else Held(0, 0, 0)
 
     def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from paceline.servers.held import Holding, Said
-from paceline.servers.index import Ids
+from paceline.servers.index import Ids, mixed
 from paceline.servers.messages import Advance, Lay, Part, Push, RowUpdate, Surveyed
 from paceline.servers.row_optimizers import Block
 from paceline.servers.rows import Rows, coalesce
@@ -45,6 +45,7 @@ class HeldRows(Holding):
         """By the update that they are for."""
         self._last = b""
         """The update that made this version."""
+        self._moved = 0
 
     # what is said
 
@@ -58,6 +59,7 @@ class HeldRows(Holding):
             case Lay(_, version):
                 return self.version >= max(version, 0)
             case Push(count, point, leaf):
+                _check_order(unpack(body, self._table.dim)[0])
                 return count <= self.version or _Share(point, leaf) in self._pushed.get(count, {})
             case Advance(count):
                 self._check(count, body)
@@ -70,7 +72,10 @@ class HeldRows(Holding):
             raise ValueError(f"row update {count} before {self.version + 1}")
         if count == self.version and self._last and body != self._last:
             raise ValueError(f"workers do not agree on row update {count}")
-        msgspec.msgpack.decode(body, type=RowUpdate)  # nobody is told what cannot be read
+        try:
+            msgspec.msgpack.decode(body, type=RowUpdate)  # nobody is told what cannot be read
+        except msgspec.DecodeError as error:
+            raise ValueError(f"no row update: {error}") from None
 
     def do(self, message: Said, body: memoryview) -> None:
         match message:
@@ -108,7 +113,8 @@ class HeldRows(Holding):
         sums = [self._sum(shares, point, divisor) for point, divisor in enumerate(update.divisors)]
         ids, gradients = _added([each for each in sums if len(each[0])], self._table.dim)
         if len(ids):
-            self._rows.update(ids, gradients, update.optimizers[self._number], count)
+            self._rows.update(ids, gradients, update.optimizers[self._number], count, known_distinct=True)
+            self._moved += len(ids)
         rest = self._table.expiry
         if rest and count % max(1, rest // _SWEEPS) == 0:
             self._rows.expire(count, rest)
@@ -126,7 +132,14 @@ class HeldRows(Holding):
         return self._rows.gather(ids)
 
     def survey(self, hashed: bool) -> Surveyed:
-        return Surveyed(len(self._rows), self._rows.nbytes, _digest(self._rows) if hashed else b"")
+        return Surveyed(len(self._rows), self._rows.nbytes, self._moved, _digest(self._rows) if hashed else b"")
+
+
+def _check_order(ids: Ids) -> None:
+    """As `Touched` has them: so none comes twice."""
+    keys = mixed(ids)
+    if (keys[1:] <= keys[:-1]).any():
+        raise ValueError("ids that are not in the order of their places, or the same one twice")
 
 
 def _added(brought: list[tuple[Ids, Block]], dim: int) -> tuple[Ids, Block]:

@@ -151,6 +151,8 @@ class Survey(msgspec.Struct, tag=True):
 class Surveyed(msgspec.Struct):
     rows: int
     nbytes: int
+    moved: int
+    """How often this copy has moved a row."""
     sha256: bytes
 
 

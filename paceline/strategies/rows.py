@@ -179,7 +179,7 @@ class ServedRows:
 
     def survey(self, table: int) -> Held:
         found = self._survey(self._of(table), hashed=False).values()
-        return Held(sum(each.rows for each in found), sum(each.nbytes for each in found))
+        return Held(*(sum(each) for each in zip(*((k.rows, k.nbytes, k.moved) for k in found), strict=True)))
 
     def facts(self) -> dict[str, Any]:
         """The hash is of all rows, with their optimizers' state: the same for the same rows, wherever they lie."""

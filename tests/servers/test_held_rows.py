@@ -13,7 +13,7 @@ from paceline.servers.held import Said
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.messages import Advance, Apply, Lay, Part, Push, RowUpdate
 from paceline.servers.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
-from paceline.servers.tables import Table, pack
+from paceline.servers.tables import Table, distinct, pack
 from paceline.state.snapshot import Snapshot
 
 DIM, LEAVES = 3, 5
@@ -41,7 +41,8 @@ def push(count: int, leaf: int, ids: list[int], point: int = 0, gradient: float 
     rows = np.random.default_rng([count, leaf, point]).standard_normal((len(ids), DIM)).astype(np.float32)
     if gradient is not None:
         rows[:] = gradient
-    return Push(count, point, leaf, [0]), b"".join(pack(np.array(ids, dtype=np.int64), rows))
+    touched, _ = distinct(np.array(ids, dtype=np.int64))
+    return Push(count, point, leaf, [0]), b"".join(pack(touched.ids, rows))
 
 
 def advance(count: int, optimizer: RowOptimizer, divisors: tuple[float, ...] = (3.0,)) -> Spoken:
@@ -68,8 +69,8 @@ def test_the_order_in_which_shares_come_and_how_often_is_nothing_to_the_rows(
             say(drawn, spoken)
         if count == 4:  # in the middle of a step
             copies = [copy_of(drawn, kind)]
-            for spoken in shares:
-                say(copies[0], spoken)
+        for spoken in shares if copies else []:
+            say(copies[0], spoken)
         for held in [orderly, drawn, drawn, *copies]:
             say(held, advance(count, optimizer, (3.0, 0.5)))
     assert {each.survey(hashed=True).sha256 for each in (orderly, drawn, *copies)} == {orderly.survey(True).sha256}
@@ -119,7 +120,12 @@ def test_rows_are_admitted_and_expire() -> None:
     [
         (*advance(3, SGD(lr=1.0)), "row update 3 before 2"),
         (*advance(1, SGD(lr=0.5)), "workers do not agree on row update 1"),
-        (Advance(2, [0]), b"abc", ""),
+        (Advance(2, [0]), b"abc", "no row update"),
+        (
+            Push(2, 0, 0, [0]),
+            b"".join(pack(np.zeros(2, np.int64), np.zeros((2, DIM), np.float32))),
+            "the same one twice",
+        ),
         (Apply(1, [0]), b"", "a Apply of a fragment of rows"),
     ],
 )
