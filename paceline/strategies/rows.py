@@ -51,8 +51,9 @@ class ServedRows:
         self._brought: list[_Brought] = []
         """To the point in hand, and not sent yet."""
         self._update = memoryview(b"")
+        """The last one that this worker has said."""
         self._said: list[Future[Reply]] | None = []
-        """The last update, as far as it may not have been heard; None: it is to be said again."""
+        """As far as it may not have been heard; None: it is to be said again."""
         self._state: list[dict[str, Any]] | None = None
         """Of each fragment, from a checkpoint or for one."""
 
@@ -90,7 +91,7 @@ class ServedRows:
 
     def send(self) -> None:
         """Everything that shares have brought is at the servers when this returns, and at their backups."""
-        if self._brought:
+        if self._brought or self._said != []:  # nobody is to wait at a meeting for one who waits for an update
             self._through(lambda: self._wait([call for brought in self._brought for call in self._push(brought)]))
         self._brought = []
         for home in self._homes:
@@ -130,7 +131,7 @@ class ServedRows:
         if self._said is None:
             self._said = [
                 self._holders.out(mine, Advance(self._count, mine), self._update)
-                for mine in self._holders.of_each(self.fragments)
+                for mine in self._holders.of_each(self.fragments if self._update else ())
             ]
         return self._said
 

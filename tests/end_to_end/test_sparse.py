@@ -14,8 +14,8 @@ import pytest
 
 from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import Result, ended, environment, finish, going, launch, paceline, write_script
+from tests.end_to_end.test_failures import left_processes
 from tests.end_to_end.test_servers import pid_of, settled
-from tests.leaks import left_processes
 
 SLOTS = 6
 PS = ("--strategy", "ps", "--slots", str(SLOTS))
