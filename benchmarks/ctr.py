@@ -1,4 +1,4 @@
-"""What a sparse model costs, by examples/ctr.py in real runs: python -m benchmarks.ctr [--samples 500000] [--workers 2]
+"""What a sparse model costs, by examples/ctr.py in real runs: python -m benchmarks.ctr [--samples 500000] [--batch-size 8192] [--workers 2]
 
     bytes    what main moves for each row that its shares touch, at three batch sizes: it should be the same, 8 + 4·dim
     memory   what a server's private memory has grown by at its highest, over rows touched × (value + optimizer's state)
@@ -84,7 +84,8 @@ def train(folder: Path, name: str, flags: list[str], arguments: list[str]) -> Tr
         started = {event["event"]: event for event in events}
         if "layout" in started and "server started" in started:
             pid = started["server started"]["pid"]
-        seen = look(pid) if pid else None
+        trained = any("moved" in line for line in lines(folder / name / "metrics.jsonl")[-8:])
+        seen = look(pid) if pid and not trained else None  # behind that, the rows are hashed
         if seen is not None:
             first, last = first or seen, seen
             most = max(most, seen.bytes)
@@ -109,7 +110,9 @@ def per_row(folder: Path, options: argparse.Namespace, servers: list[str]) -> No
 
 
 def large(folder: Path, options: argparse.Namespace, servers: list[str]) -> None:
-    trained = train(folder, "large", servers, ["--samples", str(options.samples)])
+    trained = train(
+        folder, "large", servers, ["--samples", str(options.samples), "--batch-size", str(options.batch_size)]
+    )
     metrics, summary = trained.metrics, trained.summary
     rows, moved = metrics["rows"], metrics["moved"]
     floor = rows * 64 * 4 * 2
@@ -135,6 +138,7 @@ def areas(folder: Path, options: argparse.Namespace, servers: list[str]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=500_000)
+    parser.add_argument("--batch-size", type=int, default=8192, help="of the run over many ids")
     parser.add_argument("--few-samples", type=int, default=200_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", choices=("bytes", "large", "auc"))

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from paceline.servers.held import Holding, Said
-from paceline.servers.index import Ids, mixed
+from paceline.servers.index import Ids
 from paceline.servers.messages import Advance, Lay, Part, Push, RowUpdate, Surveyed
 from paceline.servers.row_optimizers import Block
 from paceline.servers.rows import Rows, coalesce
@@ -59,7 +59,6 @@ class HeldRows(Holding):
             case Lay(_, version):
                 return self.version >= max(version, 0)
             case Push(count, point, leaf):
-                _check_order(unpack(body, self._table.dim)[0])
                 return count <= self.version or _Share(point, leaf) in self._pushed.get(count, {})
             case Advance(count):
                 self._check(count, body)
@@ -113,7 +112,8 @@ class HeldRows(Holding):
         sums = [self._sum(shares, point, divisor) for point, divisor in enumerate(update.divisors)]
         ids, gradients = _added([each for each in sums if len(each[0])], self._table.dim)
         if len(ids):
-            self._rows.update(ids, gradients, update.optimizers[self._number], count, known_distinct=True)
+            added_up = len(shares) > 1
+            self._rows.update(ids, gradients, update.optimizers[self._number], count, known_distinct=added_up)
             self._moved += len(ids)
         rest = self._table.expiry
         if rest and count % max(1, rest // _SWEEPS) == 0:
@@ -133,13 +133,6 @@ class HeldRows(Holding):
 
     def survey(self, hashed: bool) -> Surveyed:
         return Surveyed(len(self._rows), self._rows.nbytes, self._moved, _digest(self._rows) if hashed else b"")
-
-
-def _check_order(ids: Ids) -> None:
-    """As `Touched` has them: so none comes twice."""
-    keys = mixed(ids)
-    if (keys[1:] <= keys[:-1]).any():
-        raise ValueError("ids that are not in the order of their places, or the same one twice")
 
 
 def _added(brought: list[tuple[Ids, Block]], dim: int) -> tuple[Ids, Block]:

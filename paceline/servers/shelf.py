@@ -336,8 +336,9 @@ class Shelf:
             yield [helds[fragment] for fragment in fragments]
 
     def _check_primary(self, fragments: Sequence[int]) -> None:
-        for fragment in fragments:
-            self._backups(fragment)
+        holders = self._layout.holders
+        if any(fragment >= len(holders) or holders[fragment][0] != self._number for fragment in fragments):
+            raise _NotPrimary
 
     def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""

@@ -8,6 +8,9 @@
     advance    with an optimizer's step: what was met since the last one moves the rows
 
 All workers say the same `Advance`, and none waits for it: the rows that it reads next are those behind it.
+
+Everything goes by the line that gradients leave by. On the other one a question may be waiting for a sum whose shares were
+lost with a worker; whoever computes them anew has to read rows before it can be answered.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ class ServedRows:
         """The last one that this worker has said."""
         self._said: list[Future[Reply]] | None = []
         """As far as it may not have been heard; None: it is to be said again."""
+        self._by = 0
+        """By which layout."""
         self._state: list[dict[str, Any]] | None = None
         """Of each fragment, from a checkpoint or for one."""
 
@@ -128,7 +133,9 @@ class ServedRows:
             self._advanced()
 
     def _advanced(self) -> list[Future[Reply]]:
-        if self._said is None:
+        """The last update is said before anything else, and again where servers may have changed places since."""
+        if self._said is None or (self._said and self._by != self._holders.layout):
+            self._by = self._holders.layout
             self._said = [
                 self._holders.out(mine, Advance(self._count, mine), self._update)
                 for mine in self._holders.of_each(self.fragments if self._update else ())
@@ -139,10 +146,11 @@ class ServedRows:
         self._holders.wait([*self._advanced(), *calls])
 
     def _through(self, operation: Callable[[], Result]) -> Result:
-        """With the last update said again before the rest, where it may not have been heard."""
+        """With the last update said before the rest: what waits for it at a server holds up what is said behind."""
 
         def attempt() -> Result:
             try:
+                self._advanced()
                 result = operation()
             except MovedError:
                 self._said = None
@@ -165,7 +173,7 @@ class ServedRows:
             asked = []
             for mine in self._holders.of_each(where):
                 ids = [part for k in mine for part in pack(touched.ids[where[k]])]
-                asked.append((mine, self._holders.back(mine, Rows(self._count, mine), *ids)))
+                asked.append((mine, self._holders.out(mine, Rows(self._count, mine), *ids)))
             self._wait([future for _, future in asked])
             for mine, future in asked:
                 found, at = np.frombuffer(future.result().body, dtype=np.float32).reshape(-1, home.dim), 0
@@ -196,7 +204,7 @@ class ServedRows:
         def attempt() -> None:
             holders = self._holders
             asked = [
-                (mine, holders.back(mine, Survey(self._count, mine, hashed))) for mine in holders.of_each(fragments)
+                (mine, holders.out(mine, Survey(self._count, mine, hashed))) for mine in holders.of_each(fragments)
             ]
             self._wait([future for _, future in asked])
             for mine, future in asked:
@@ -245,8 +253,7 @@ class ServedRows:
 
     def _state_of(self, fragment: int) -> dict[str, Any]:
         def attempt() -> dict[str, Any]:
-            self._wait([])
-            call = self._holders.back([fragment], State(fragment))
+            call = self._holders.out([fragment], State(fragment))
             self._wait([call])
             tree: dict[str, Any] = Snapshot.read(call.result().body).tree
             return tree

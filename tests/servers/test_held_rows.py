@@ -121,11 +121,6 @@ def test_rows_are_admitted_and_expire() -> None:
         (*advance(3, SGD(lr=1.0)), "row update 3 before 2"),
         (*advance(1, SGD(lr=0.5)), "workers do not agree on row update 1"),
         (Advance(2, [0]), b"abc", "no row update"),
-        (
-            Push(2, 0, 0, [0]),
-            b"".join(pack(np.zeros(2, np.int64), np.zeros((2, DIM), np.float32))),
-            "the same one twice",
-        ),
         (Apply(1, [0]), b"", "a Apply of a fragment of rows"),
     ],
 )
