@@ -22,13 +22,12 @@ from ctr_data import FIELDS, NUMBERS, auc, clicks
 
 
 class DenseRows(nn.Module):
-    """A row for each of the ids that there are, by their place in a sorted list."""
+    """A row for each of the ids that there are, by their place in a sorted list; they begin as the sparse ones do."""
 
-    def __init__(self, ids: torch.Tensor, dim: int) -> None:
+    def __init__(self, ids: torch.Tensor, rows: paceline.SparseEmbedding) -> None:
         super().__init__()
         self.register_buffer("ids", ids.unique())
-        self.rows = nn.Embedding(len(self.ids), dim)
-        nn.init.uniform_(self.rows.weight, -0.01, 0.01)
+        self.rows = nn.Embedding.from_pretrained(rows(self.ids), freeze=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.rows(torch.searchsorted(self.ids, ids))
@@ -68,11 +67,9 @@ def main() -> None:
     train, test = clicks(args.samples, args.ids), clicks(max(args.samples // 10, 20_000), args.ids, seed=1)
     loader = DataLoader(train, batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(test, batch_size=4096)
-    if args.dense:
-        embedding: nn.Module = DenseRows(torch.cat([train.tensors[1], test.tensors[1]]), args.dim)
-    else:
-        embedding = paceline.SparseEmbedding(args.dim, optimizer="adagrad", lr=args.lr)
-    model = DLRM(embedding, args.dim)
+    embedding = paceline.SparseEmbedding(args.dim, optimizer="adagrad", lr=args.lr)
+    ids = torch.cat([train.tensors[1], test.tensors[1]])
+    model = DLRM(DenseRows(ids, embedding) if args.dense else embedding, args.dim)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=args.lr)
     run.prepare(model, optimizer, loader)
 
