@@ -20,11 +20,16 @@ def refuse_own_group() -> None:
         raise UsageError(f"{user_line()}: {OWN_GROUP}")
 
 
-def between_points(stepper: Stepper, what: str) -> None:
+def between_points(stepper: Stepper, what: str, free: bool = False) -> None:
     """Workers are about to meet: none of them may be in the middle of a reduce point."""
     stepper.check_left_early()
     if stepper.inside:
         raise UsageError(f"{user_line()}: {what} inside the loop over run.slots(); move it one level out")
+    if free and stepper.active:
+        raise UsageError(
+            f"{user_line()}: {what} inside the loop over the loader, where workers run at their own pace and cannot meet; "
+            "move it behind the loop"
+        )
 
 
 def optimizer_steps(stepper: Stepper | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
 from paceline.terms import Terms
+from paceline.turns import Turns
 from paceline.unwinding import Running, came_through, running_now
 
 
@@ -31,6 +32,8 @@ class Feeding:
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
         self._stepper: Stepper | None = None
+        self.turns: Turns | None = None
+        """Where workers run at their own pace."""
         self._closed: Running = []
         """What was running when the training loop was left before its end."""
 
@@ -98,6 +101,11 @@ class Feeding:
         """Whether every loader that this epoch has used is at its end."""
         return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
 
+    def positions_at(self, feed: int, epoch: int, number: int) -> None:
+        """So many batches of this loader are trained in the epoch."""
+        if feed >= 0:
+            self._positions[feed] = epoch, number
+
     def epoch_done(self) -> None:
         self._positions = {}
 
@@ -118,6 +126,13 @@ class Feeding:
         if stepper is None:
             yield from self._peek(feed)
             return
+        if self.turns is not None:
+            try:
+                yield from self.turns.over_loader(feed, feed_number)
+            except GeneratorExit:
+                self._session.left = line_of_close()
+                raise
+            return
         epoch = stepper.epoch
         known, number = self._positions.get(feed_number, (epoch, 0))
         number = number if known == epoch else 0
@@ -131,12 +146,10 @@ class Feeding:
                 if stepper.mine != aimed:
                     aimed = stepper.mine
                     feed.start(epoch, number, aimed)
-                drawn = self._draw(stepper, feed, epoch, number)
+                drawn = self._draw(stepper, feed_number, epoch, number)
                 if drawn is None:
                     break
-                batch, offered = drawn
-                stepper.begin(batch)
-                yield offered
+                yield drawn
                 stepper.end()
                 number += 1
                 self._positions[feed_number] = (epoch, number)
@@ -149,12 +162,12 @@ class Feeding:
         finally:
             feed.stop()
 
-    def _draw(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> tuple[Batch, Any] | None:
-        """The next batch, and what the script's loop variable gets; None at the end of a stream."""
+    def _draw(self, stepper: Stepper, loader: int, epoch: int, number: int) -> Any:
+        """Begin a step with the loader's next batch: what the script's loop variable gets; None at the end of a stream."""
         start = time.perf_counter()
         self._session.row.enter(Phase.DATA)
-        batch = Batch(stepper, feed, epoch, number)
-        if batch.sizes is not None and not any(batch.sizes) and feed.steps is None:
+        batch = Batch(stepper, self.feeds[loader], loader, epoch, number)
+        if batch.sizes is not None and not any(batch.sizes) and batch.feed.steps is None:
             return None
         if stepper.active:
             raise UsageError(
@@ -163,10 +176,9 @@ class Feeding:
             )
         stepper.slot = stepper.mine[0]
         offered = batch.offered() if stepper.flat.allowed else batch
-        took = time.perf_counter() - start
-        stepper.split.data += took
-        stepper.split.total += took
-        return batch, offered
+        stepper.split.data += time.perf_counter() - start
+        stepper.begin(batch, start)
+        return offered
 
     def _peek(self, feed: Feed) -> Iterator[Any]:
         """Batches outside the training loop: looked at, not counted."""

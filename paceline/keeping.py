@@ -35,6 +35,8 @@ class Keeping:
         self._recorder = Recorder(writer)
         self._seen = False
         """Whether the state has been looked through once for what cannot be kept."""
+        self._last = 0
+        """The step of the last boundary."""
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
 
@@ -121,12 +123,12 @@ class Keeping:
 
     def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         """A step is trained: its receipt is kept by all and written by main."""
-        run, stepper = self._run, self._run._stepper
+        stepper = self._run._stepper
         assert stepper is not None
-        loader, number = (
-            (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeding.feeds.index(batch.feed), batch.number)
-        )
-        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run._session.is_main)
+        loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
+        due = self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
+        if due and self._run.is_main:
+            self.ledger.write()
 
     # checkpoints
 
@@ -134,7 +136,8 @@ class Keeping:
         """A step is over, the next has not begun."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
-        self._owed = not self._recorder.settle() or self._owed
+        if not self._recorder.settle():
+            self._owed = True
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
         if not every:
@@ -144,8 +147,9 @@ class Keeping:
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step % every == 0 or self._owed:
+        elif stepper.step // every > self._last // every or self._owed:
             self._checkpoint()
+        self._last = stepper.step
 
     def at_stop(self) -> None:
         """The run stops here, so that it can go on later; what the script still does is not part of it."""
@@ -165,7 +169,10 @@ class Keeping:
         run = self._run
         if not run.is_main:
             return
-        with run._strategy.whole():
+        with run._strategy.whole() as register:
+            if register is not None:
+                assert run._feeding.turns is not None
+                run._feeding.turns.settle(register)
             if self._recorder.take(run.step, self.capture(), run._replica.optimizers):
                 self._owed = False
 

@@ -34,8 +34,10 @@ from paceline.replica import Replica
 from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
+from paceline.strategies.base import Seat
 from paceline.summary import summarise
 from paceline.terms import Terms
+from paceline.turns import Turns
 from paceline.watch.folder import write_atomically
 
 _SUMMARY_WRITTEN, _LAID = mix(0), mix(204)
@@ -101,6 +103,7 @@ class Run:
         else:
             session.wait_for_main()
         self._strategy = strategies.create(self.settings.strategy)
+        session.free = self._strategy.free
         self._stepper: Stepper | None = None
         self._laid = False
         if not session.launched:
@@ -207,12 +210,18 @@ class Run:
         stepper = self._begin_loop()
         limit = min(count, self.settings.steps or count)
         self._session.row.describe(total_steps=limit)
+        if self._feeding.turns is not None:
+            try:
+                yield from self._feeding.turns.over_steps(count)
+            finally:
+                self._feeding.end_loop()
+            return
         self.terms.catching_up = False
         stepper.gaps.begin()
         try:
             for number in range(stepper.step, limit):
                 stepper.flat.fill()
-                stepper.begin(None)
+                stepper.begin(None, time.perf_counter())
                 yield number
                 stepper.end()
                 self._keeping.at_boundary()
@@ -247,7 +256,7 @@ class Run:
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
-            self.terms.join(self._keeping)
+            self._feeding.turns.enter() if self._feeding.turns is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
         elif self._session.resume_from and not self.resumed:
             self._keeping.resume(self._session.resume_from)
@@ -288,11 +297,13 @@ class Run:
         precision = self._precision
         peers = self.terms.peers
         if self._strategy.at_servers:
-            self._strategy.reach(self._session.servers(), self._session)
-        elif tables_of(self._replica.models):
+            seat = Seat(self._session.worker, self.settings.slots, self._session.lost, self._session.check_run)
+            self._strategy.reach(self._session.servers(), self._session, seat)
+        if tables_of(self._replica.models) and (self._strategy.free or not self._strategy.at_servers):
             raise UsageError(
-                f"a SparseEmbedding's rows lie at servers, and --strategy {self.settings.strategy} has none: pass --strategy ps "
-                '(`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script runs alone'
+                f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
+                '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
+                "runs alone"
             )
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
@@ -305,7 +316,12 @@ class Run:
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
-        if stepper.slots > 1:
+        if self._strategy.free:
+            from paceline.strategies.free import FreeRunning
+
+            assert isinstance(self._strategy, FreeRunning)
+            self._feeding.turns = Turns(self, self._strategy, stepper)
+        elif stepper.slots > 1:
             for model in self._replica.models:
                 model.register_forward_pre_hook(Hook(stepper.flat.before_forward))
         return stepper
@@ -353,7 +369,7 @@ class Run:
     def _between_points(self, what: str) -> None:
         """All workers meet here."""
         if self._stepper is not None:
-            checks.between_points(self._stepper, what)
+            checks.between_points(self._stepper, what, self._strategy.free)
         self._session.at = what
 
     def _warn(self, text: str) -> None:
@@ -368,6 +384,8 @@ class Run:
 
         def tell() -> None:
             if self.is_main:
+                if self._feeding.turns is not None:
+                    self._feeding.turns.collect()
                 self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")

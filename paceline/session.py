@@ -30,6 +30,7 @@ from paceline.cluster.messages import (
     Granted,
     Healed,
     Hello,
+    Needed,
     Next,
     Put,
     Ready,
@@ -87,6 +88,8 @@ class Session:
         self.link: LeaderLink | None = None
         self.apart = False
         """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
+        self.free = False
+        """Whether workers run at their own pace."""
         self.recoveries = 0
         """Workers that the run has lost and gone on without, as of this view."""
         self.homes: dict[int, int] = {0: 0}
@@ -171,7 +174,11 @@ class Session:
     @property
     def is_main(self) -> bool:
         """Whether this worker writes the run's files; not if it was taken for dead meanwhile."""
-        return not self.joining and self.view.members[0] == self.worker and not self.board.gone(self.worker)
+        if self.joining or self.board.gone(self.worker):
+            return False
+        if self.free:  # a view is entered at the end of a stretch: until then the first that is alive is main
+            return next(member for member in self.view.members if not self.board.gone(member)) == self.worker
+        return self.view.members[0] == self.worker
 
     @property
     def slower(self) -> float:
@@ -248,6 +255,16 @@ class Session:
             time.sleep(_POLL_S)
         return term
 
+    def await_guests(self, trainers: list[int]) -> bool:
+        """Whether some who have trained here are not in the view; until a change of it is announced, or a member is gone."""
+        while True:
+            guests = [k for k in trainers if k not in self.view.members and not self.board.gone(k)]
+            changed = self.board.next_term > self.view.term or any(map(self.board.gone, self.view.members))
+            if not guests or changed:
+                return bool(guests)
+            self.check_run()
+            time.sleep(_POLL_S)
+
     @property
     def overtaken(self) -> bool:
         """Whether this worker's view is over: another one has followed a death in it."""
@@ -277,6 +294,14 @@ class Session:
         self.take_view(self.ask(Ready())[0])
         self.joining = False
         return self.view
+
+    def needed(self) -> None:
+        """Wait until this newcomer is to train: it may be a spare."""
+        self.take_view(self.ask(Needed())[0])
+
+    def lost(self) -> list[int]:
+        """All workers of the run that are dead and reaped."""
+        return [worker for worker in range(self.board.workers) if self.board.gone(worker)]
 
     def donor(self) -> Inlet:
         """A newcomer's other way in, while the others train: the line from a member that has the run's state."""

@@ -140,10 +140,10 @@ def _check_strategy(s: Settings) -> None:
 
 
 def _strategy_of(s: Settings) -> Entry:
-    from paceline.strategies import TABLE, check
+    from paceline.strategies import TABLE, find
 
     try:
-        return TABLE[check(s.strategy)]
+        return find(s.strategy)
     except UsageError as error:
         raise UsageError(f"{error}{did_you_mean(s.strategy, TABLE)}") from None
 

@@ -33,8 +33,6 @@ from paceline.timing import Gaps, TimeSplit
 STOP, DIGEST, TERM = range(3)
 TALLY = slice(3, 6)
 """Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
-_OWN = Share(0, NOTHING.ids)
-"""What is shown to a script that draws its own batches: the number of the share."""
 
 
 class Batch:
@@ -44,10 +42,11 @@ class Batch:
     it is told which line to add.
     """
 
-    __slots__ = ("_stepper", "epoch", "feed", "loaded", "number", "sizes")
+    __slots__ = ("_stepper", "epoch", "feed", "loaded", "loader", "number", "sizes")
 
-    def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
-        self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
+    def __init__(self, stepper: Stepper, feed: Feed, loader: int, epoch: int, number: int) -> None:
+        """`loader`: the feed's number in the run."""
+        self._stepper, self.feed, self.loader, self.epoch, self.number = stepper, feed, loader, epoch, number
         self.sizes = feed.sizes(epoch, number)
         self.loaded: dict[int, Share | None] = {}
         """This worker's shares so far: a second reduce point in the step sees the same ones."""
@@ -116,8 +115,8 @@ class Stepper:
         self._seed, self._row = session.settings.seed, session.row
         self.flat = Flat(self, session, strategy)
         self.meet(peers)
-        self.alone = self.slots == 1 and not scaled
-        """One share a step: nothing is folded, nobody is met."""
+        self.alone = strategy.free or (self.slots == 1 and not scaled)
+        """One share at a time: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
         self.batch: Batch | None = None
         self.in_hand: int | None = None
@@ -166,7 +165,8 @@ class Stepper:
 
     # steps
 
-    def begin(self, batch: Batch | None) -> None:
+    def begin(self, batch: Batch | None, since: float) -> None:
+        """A step begins; its time counts from `since`, when its batch was asked for."""
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
         self.leaves, self.in_hand, self.slot = self.slots, self.step, -1
         if not self.alone:
@@ -174,40 +174,50 @@ class Stepper:
         if self.alone or not self.flat.begin():
             self._seed_outside()
         self._row.enter(Phase.COMPUTE)
-        self._mark = time.perf_counter()
+        self._mark = since
 
     def end(self) -> None:
         """The script is done with this step."""
-        self.split.total += time.perf_counter() - self._mark
+        now = time.perf_counter()
+        self.split.total += now - self._mark
         self.check_left_early()
         if self.call == 0 and not self.alone:
             self.no_reduce()
-        if self._delivered is None:
-            self.committed([self.stop_code()])
-        self._count_step()
+        if self._delivered is None and (code := self.stop_code()):
+            self.committed([code])
+        self._count_step(now)
         self._over()
         self.batch = self.in_hand = None
+
+    def end_turn(self, steps: int) -> None:
+        """The same for a worker that runs at its own pace, while the run has come so far."""
+        now = time.perf_counter()
+        self.split.total += now - self._mark
+        self.check_left_early()
+        self.gaps.step(now)
+        self._row.progress(steps, self.epoch, self.samples)
+        self.active, self.batch, self.in_hand = False, None, None
 
     def _over(self) -> None:
         self.active = False
         if not self.alone:
             self.flat.end()
 
-    def _count_step(self) -> None:
+    def _count_step(self, now: float) -> None:
         delivered: Tally | Loose | None = self._delivered
         if delivered is None:  # nobody was met: this worker's share is the batch
             delivered = loose_tally(own_draw(0) if self.batch is None else self.batch.taken(0))
         self.samples += delivered.samples
         self.delivered(self.batch, delivered)
         self.step += 1
-        self.gaps.step()
+        self.gaps.step(now)
         self._row.progress(self.step, self.epoch, self.samples)
 
     def abandon(self) -> bool:
         """The script left the loop in the middle of a step; whether that step was trained."""
         trained = self.active and not self.inside and self.left_early is None and (self.call > 0 or self.alone)
         if trained:
-            self._count_step()
+            self._count_step(time.perf_counter())
         self._over()
         return trained
 
@@ -241,30 +251,47 @@ class Stepper:
             )
         self.check_left_early()
         caller = sys._getframe(1)
-        where = caller.f_code.co_filename, caller.f_lineno
-        leaves = count or self.slots
+        line, leaves = caller.f_lineno, count or self.slots
         times = self._times_finer(leaves)
         if self._delivered is None:
             self.leaves = leaves
         self.inside = True
         try:
-            yield from self._whole() if self.alone and leaves == 1 else self._reduced(leaves, times)
+            if self._strategy.free and leaves > self.slots:
+                yield from self._in_pieces(times)
+            elif self.alone and leaves in (1, self.slots):
+                # The only share: its gradient is where autograd leaves it, and nobody is met.
+                slot = self.mine[0]
+                share = self.batch.share(slot) if self.batch is not None else Share(slot, NOTHING.ids)
+                if share is not None:
+                    self.slot, begun = slot, time.perf_counter()
+                    yield share.value
+                    self._linger(begun)
+                    self.slot = -1
+                self.call += 1
+                self.agreed_term = self._session.next_term
+            else:
+                yield from self._reduced(leaves, times)
         except GeneratorExit:
-            self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
+            self.left_early = f"{os.path.basename(caller.f_code.co_filename)}:{line}"
             raise
         finally:
             self.inside = False
 
-    def _whole(self) -> Iterator[Any]:
-        """The only share of an only slot: its gradient is the batch's where autograd leaves it, and nobody is met."""
-        share = self.batch.share(0) if self.batch is not None else _OWN
-        if share is not None:
-            self.slot, begun = 0, time.perf_counter()
-            yield share.value
-            self._linger(begun)
-            self.slot = -1
+    def _in_pieces(self, times: int) -> Iterator[Any]:
+        """A micro-batch in so many pieces, whose gradients add up here."""
+        first = self.mine[0] * times
+        for leaf in range(first, first + times):
+            share, weight = self._draw(leaf, times)
+            set_seed(mix(self._seed, IN_SHARE, self.step, 0, leaf), self.device)
+            if weight:
+                begun = time.perf_counter()
+                yield share
+                self._linger(begun)
+                self._strategy.weigh(weight)
+                self._strategy.fold(leaf)
+        self._strategy.join_pieces()
         self.call += 1
-        self.agreed_term = self._session.next_term
 
     def _reduced(self, leaves: int, times: int) -> Iterator[Any]:
         """This worker's shares of a point, whose gradients are folded; the reduce is behind the last one."""
@@ -308,12 +335,10 @@ class Stepper:
 
     def _times_finer(self, leaves: int) -> int:
         """run.slots(k) over a loader cuts each slot's share into k / slots pieces."""
-        if self.batch is None:
+        if self.batch is None and not self._strategy.free:
             return 1
         if leaves % self.slots:
-            raise UsageError(
-                f"{user_line()}: run.slots({leaves}) over a loader must be a multiple of the {self.slots} slots"
-            )
+            raise UsageError(f"{user_line()}: run.slots({leaves}) must be a multiple of the {self.slots} slots here")
         return leaves // self.slots
 
     def _share(self, leaf: int, times: int, only: bool) -> Iterator[Any]:

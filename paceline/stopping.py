@@ -52,13 +52,16 @@ class Stopping:
     def settle(self, codes: list[int], step: int) -> None:
         """Every worker's code is known, and one wants to stop: all do. The first one gives the reason."""
         rank = next(rank for rank, code in enumerate(codes) if code)
-        who = self._session.view.members[rank]
-        if codes[rank] > _FROM_OUTSIDE:
-            self.reason = Stop(codes[rank] - _FROM_OUTSIDE).words
-        elif codes[rank] == _ALONE:
+        self.settle_one(codes[rank], self._session.view.members[rank], step)
+
+    def settle_one(self, code: int, who: int, step: int) -> None:
+        """All stop, because this worker has said this."""
+        if code > _FROM_OUTSIDE:
+            self.reason = Stop(code - _FROM_OUTSIDE).words
+        elif code == _ALONE:
             self.reason = f"no coordinator for {self._grace:g} s"
         else:
-            self.reason = self._asked or self._due or f"{_WORDS[codes[rank]]} on worker {who}"
+            self.reason = self._asked or self._due or f"{_WORDS[code]} on worker {who}"
         if self._session.is_main:
             self._session.folder.event("stopping", self.reason, step=step, worker=who)
 

@@ -31,7 +31,7 @@ from paceline.tensors.peers import Alone, Peers, TermEnded
 from paceline.tensors.remembering import Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
 
-_STATE, _WRITTEN = mix(201), mix(202)
+_STATE, _WRITTEN, _REUNION = mix(201), mix(202), mix(204)
 Result = TypeVar("Result")
 
 
@@ -213,6 +213,22 @@ class Terms:
             self._change(agreed, state)
         if self._donor is not None:
             self._donor.at_boundary(self._session.view, state)
+
+    def reunite(self, trainers: list[int], state: Stateful) -> None:
+        """Workers that run at their own pace are all at one place: enter what was announced meanwhile, and let those in who
+        have trained with them."""
+
+        def word() -> bytes:
+            guests = self._session.await_guests(trainers)
+            return self._session.next_term.to_bytes(8, "little") + bytes([guests])
+
+        while True:
+            words = self.gather(_REUNION, word)
+            agreed = min(int.from_bytes(said[:8], "little") for said in words)
+            if agreed > self._session.view.term:
+                self._change(agreed, state)
+            elif not any(said[8] for said in words):
+                return
 
     def refill(self, size: int, state: Stateful) -> None:
         """Wait until there are `size` workers. Whoever comes gets the state of right now: all are at this place."""

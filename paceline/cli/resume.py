@@ -53,7 +53,9 @@ def command(run: str, workers: int | None, servers: int | None, show: str, runs:
         raise UsageError(f"run {folder.id!r} was not started by `paceline run`: there is nothing to start again")
     checkpoint = checkpoint_of(folder)
     folder = RunFolder(folder.path.absolute())
-    given = {"workers": workers, "servers": servers}
+    # Slots may have followed from the workers that it began with: they stay what they were.
+    slots = folder.read_json(folder.config).get("settings", {}).get("slots")
+    given = {"slots": slots, "workers": workers, "servers": servers}
     flags = job.flags | {name: value for name, value in given.items() if value is not None}
     os.chdir(job.directory)
     return start(dataclasses.replace(job, flags=flags, faults=[], resume=checkpoint), folder, show)

@@ -8,45 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 import torch
 
 from paceline.servers.carried import DTYPES, Carried
 from paceline.servers.fragments import Fragment
-from paceline.servers.messages import ABSENT, BY_VALUE, Advance, Apply, Lay, Part, Push, Summed, Update, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Advance, Apply, Lay, Part, RowPush, Stage, Summed, Update, Value
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
-Said = Lay | Summed | Apply | Value | Push | Advance
+Said = Lay | Summed | Apply | Value | Stage | RowPush | Advance
 _KEPT_STEPS = 1
 """A worker may be so many steps behind another one: what it still asks for is kept."""
-
-
-class Holding(Protocol):
-    """A fragment at a server, whatever is in it. All methods are called under `changed`."""
-
-    since: int
-    """By which layout this server came to hold it."""
-    changed: threading.Condition
-    version: int
-    """Updates that are in it; -1: nothing was laid yet."""
-
-    def length(self, message: Said | Part, body: memoryview) -> int:
-        """How many bytes of a body, which has other fragments' behind its own, are this one's."""
-
-    def knows(self, message: Said, body: memoryview) -> bool:
-        """Whether this has been said before; ValueError if something else has."""
-
-    def do(self, message: Said, body: memoryview) -> None: ...
-    def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
-        """What makes another copy the same as this one; without its number, which it does not know."""
-
-    def states(self) -> Snapshot: ...
 
 
 class Point:
@@ -77,8 +54,8 @@ class Point:
         self.total, self._sums = total, {}
 
 
-class Held(Holding):
-    """A stretch of the parameters."""
+class Held:
+    """`since` which layout this server holds it. All methods are called under `changed`."""
 
     def __init__(self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried], since: int) -> None:
         self._fragment, self._dtype, self.since = fragment, dtype, since
@@ -90,6 +67,8 @@ class Held(Holding):
         self._due: dict[int, bytes] = {}
         """Optimizer steps to come, by their count: encoded."""
         self._values: dict[tuple[int, bool], torch.Tensor] = {}
+        self._staged: dict[tuple[int, int], torch.Tensor] = {}
+        """By worker and its how-manieth push."""
         self._own: dict[int, torch.Tensor] = {}
         """Of each piece whose parameter has another type than the flat: its values in that."""
         self._engines: list[tuple[list[int], Engine]] = []
@@ -127,11 +106,13 @@ class Held(Holding):
         return point
 
     def length(self, message: Said | Part, body: memoryview) -> int:
-        if isinstance(message, Push):
+        """How many bytes of a body, which has other fragments' behind its own, are this one's."""
+        if isinstance(message, RowPush):
             raise ValueError("rows for a fragment of parameters")
         return self.value.nbytes
 
     def knows(self, message: Said, body: memoryview) -> bool:
+        """Whether this has been said before; ValueError if something else has."""
         match message:
             case Lay(_, version):
                 return self.version >= max(version, 0)  # newer ones come where filling was broken off and begins again
@@ -139,6 +120,8 @@ class Held(Holding):
                 return self.point(message).total is not None
             case Value():
                 return message.count <= self.version or (message.count, message.weights) in self._values
+            case Stage(worker, own):
+                return any(key[0] == worker and key[1] >= own for key in self._staged)
             case Apply():
                 if self._due.get(message.count, body) != body:
                     raise ValueError(f"workers do not agree on optimizer step {message.count}")
@@ -157,12 +140,15 @@ class Held(Holding):
                 self.point(message).seal(self.read(body).clone())
             case Value():
                 self._values[message.count, message.weights] = self.read(body).clone()
+            case Stage(worker, own):
+                self._staged[worker, own] = self.read(body).clone()
             case Apply():
                 self._due[message.count] = bytes(body)
         self._go_on()
         self.changed.notify_all()
 
     def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
+        """What makes another copy the same as this one; without its number, which it does not know."""
         states = [] if self._fragment.buffers else [memoryview(self.states().packed())]
         yield Lay([], self.version), [as_bytes(self.value), *states]
         for (step, call), point in self.points.items():
@@ -170,6 +156,8 @@ class Held(Holding):
                 yield Summed(step, call, point.leaves, []), [as_bytes(point.total)]
         for (count, weights), value in self._values.items():
             yield Value(count, weights, []), [as_bytes(value)]
+        for (worker, own), staged in self._staged.items():
+            yield Stage(worker, own, []), [as_bytes(staged)]
         for count, update in self._due.items():
             yield Apply(count, []), [memoryview(update)]
 
@@ -213,20 +201,26 @@ class Held(Holding):
             del self._due[count]
             for weights in (False, True):
                 self._values.pop((count, weights), None)
+            worker, own = update.push
+            for key in [key for key in self._staged if key[0] == worker and key[1] <= own]:
+                del self._staged[key]
 
     def _ready(self, count: int, update: Update) -> bool:
+        staged = update.push in self._staged
         if self._fragment.buffers:
-            return True
+            return staged or not update.moved
         params = {piece.param for piece in self._fragment.pieces}
         sources = {update.sources.get(param, ABSENT) for param in params}
         return (
             all(self.sealed(update.step, source) for source in sources if source >= 0)
-            and (BY_VALUE not in sources or (count, False) in self._values)
+            and (BY_VALUE not in sources or staged or (count, False) in self._values)
             and (params.isdisjoint(update.touched) or (count, True) in self._values)
         )
 
     def _step(self, count: int, update: Update) -> None:
-        if not self._engines:
+        if self._fragment.buffers:
+            if update.moved:
+                self.value += self._staged[update.push]
             return
         numbers, engine = self._engines[update.optimizer]
         weights = self._values.get((count, True))
@@ -235,7 +229,7 @@ class Held(Holding):
             for k in touched:
                 self._stretch(self.value, k).copy_(self._stretch(weights, k))
             self._to_own(touched)
-        flats = {BY_VALUE: self._values.get((count, False))}
+        flats = {BY_VALUE: self._staged.get(update.push, self._values.get((count, False)))}
         gradients: list[torch.Tensor | None] = []
         for k in numbers:
             source = update.sources.get(self._fragment.pieces[k].param, ABSENT)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from paceline.servers.held import Holding, Said
+from paceline.servers.held import Said
 from paceline.servers.index import Ids
-from paceline.servers.messages import Advance, Lay, Part, Push, RowUpdate, Surveyed
+from paceline.servers.messages import Advance, Lay, Part, RowPush, RowUpdate, Surveyed
 from paceline.servers.row_optimizers import Block
 from paceline.servers.rows import Rows, coalesce
 from paceline.servers.tables import Table, pack, packed_size, unpack
@@ -33,7 +33,9 @@ class _Share(NamedTuple):
     leaf: int
 
 
-class HeldRows(Holding):
+class HeldRows:
+    """As `Held` is to parameters. All methods are called under `changed`."""
+
     def __init__(self, number: int, table: Table, since: int) -> None:
         self._number, self._table, self.since = number, table, since
         self.changed = threading.Condition()
@@ -50,7 +52,7 @@ class HeldRows(Holding):
     # what is said
 
     def length(self, message: Said | Part, body: memoryview) -> int:
-        if not isinstance(message, Push):
+        if not isinstance(message, RowPush):
             raise ValueError(f"a {type(message).__name__} of a fragment of rows")
         return packed_size(body, self._table.dim)
 
@@ -58,7 +60,7 @@ class HeldRows(Holding):
         match message:
             case Lay(_, version):
                 return self.version >= max(version, 0)
-            case Push(count, point, leaf):
+            case RowPush(count, point, leaf):
                 return count <= self.version or _Share(point, leaf) in self._pushed.get(count, {})
             case Advance(count):
                 self._check(count, body)
@@ -80,7 +82,7 @@ class HeldRows(Holding):
         match message:
             case Lay(_, version):
                 self._lay(version, body)
-            case Push(count, point, leaf):
+            case RowPush(count, point, leaf):
                 ids, gradients = unpack(body, self._table.dim)
                 self._pushed.setdefault(count, {})[_Share(point, leaf)] = ids.copy(), gradients.copy()
             case Advance(count):
@@ -92,7 +94,7 @@ class HeldRows(Holding):
         yield Lay([], self.version), [memoryview(self.states().packed())]
         for count, shares in self._pushed.items():
             for (point, leaf), (ids, gradients) in shares.items():
-                yield Push(count, point, leaf, []), list(pack(ids, gradients))
+                yield RowPush(count, point, leaf, []), list(pack(ids, gradients))
 
     def states(self) -> Snapshot:
         return Snapshot({"seed": self._seed, "chunks": list(self._rows.chunks())})

@@ -101,8 +101,10 @@ class Holders:
     def out(self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview) -> Future[Reply]:
         return self._server(batch).out.call(self._asked(message), *body)
 
-    def back(self, batch: Sequence[int], message: msgspec.Struct, into: memoryview | None = None) -> Future[Reply]:
-        return self._server(batch).back.call(self._asked(message), into=into)
+    def back(
+        self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview, into: memoryview | None = None
+    ) -> Future[Reply]:
+        return self._server(batch).back.call(self._asked(message), *body, into=into)
 
     def _server(self, batch: Sequence[int]) -> Server:
         number = self._layout.holders[batch[0]][0]
@@ -125,7 +127,7 @@ class Holders:
         """Fragments that lie alone in their call are read straight to where they belong; the rest is spread by
         `end_fetch`."""
         self._fetching = [
-            (batch, self.back(batch, ask(batch), to(batch[0]) if len(batch) == 1 else None))
+            (batch, self.back(batch, ask(batch), into=to(batch[0]) if len(batch) == 1 else None))
             for batch in self.batches(fragments)
         ]
         self._to = to

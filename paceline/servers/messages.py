@@ -11,6 +11,7 @@ import msgspec
 
 from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
+from paceline.servers.register import Counted, Delivered, Receipt
 from paceline.servers.row_optimizers import RowOptimizer
 from paceline.servers.tables import Table
 
@@ -22,8 +23,16 @@ class Drawing(msgspec.Struct):
     flats: list[str]
     """The dtype of each flat of the layout."""
     optimizers: list[Carried]
+    mode: str = "ps"
+    """How workers keep in step, as it is written for --strategy."""
+    slots: int = 0
+    """Where they do so at their own pace: there is a register then, behind the last fragment."""
     tables: list[Table] = []
-    """Their fragments are numbered behind the others: those of the first table, of the second, …"""
+    """Their fragments are numbered behind all that: those of the first table, of the second, …"""
+
+    @property
+    def first_row_fragment(self) -> int:
+        return len(self.fragments) + bool(self.slots)
 
 
 class Outline(msgspec.Struct, tag=True):
@@ -31,7 +40,7 @@ class Outline(msgspec.Struct, tag=True):
 
 
 class Lay(msgspec.Struct, tag=True):
-    """Hold this one fragment + its values, then the state of its optimizers as a snapshot; of rows, the snapshot alone."""
+    """Hold this one fragment + its values, then the state of its optimizers as a snapshot (of rows, the snapshot alone)."""
 
     fragments: list[int]
     version: int
@@ -67,6 +76,7 @@ class Total(msgspec.Struct, tag=True):
 
 
 ABSENT, BY_VALUE = -1, -2
+NOBODYS = (-1, -1)
 
 
 class Update(msgspec.Struct):
@@ -82,6 +92,10 @@ class Update(msgspec.Struct):
     """What the sum of each point is divided by."""
     touched: list[int]
     """Parameters that the script has changed by itself: their values come."""
+    push: tuple[int, int] = NOBODYS
+    """Where values that come are staged: by which worker, as its how-manieth push."""
+    moved: bool = False
+    """Whether buffers have moved: by how much is staged too."""
 
 
 class Apply(msgspec.Struct, tag=True):
@@ -99,6 +113,15 @@ class Value(msgspec.Struct, tag=True):
     fragments: list[int]
 
 
+class Stage(msgspec.Struct, tag=True):
+    """Gradients of a push, for when it is counted + bytes."""
+
+    worker: int
+    own: int
+    """The worker's how-manieth push."""
+    fragments: list[int]
+
+
 class Pull(msgspec.Struct, tag=True):
     """Values after so many optimizer steps, once they are done; answered by `Done` + bytes."""
 
@@ -113,7 +136,7 @@ class Rows(msgspec.Struct, tag=True):
     fragments: list[int]
 
 
-class Push(msgspec.Struct, tag=True):
+class RowPush(msgspec.Struct, tag=True):
     """The gradients of one share, at the `point`-th reduce point since the row update before + for each fragment, ids and
     rows."""
 
@@ -165,6 +188,20 @@ class Summed(msgspec.Struct, tag=True):
     fragments: list[int]
 
 
+class Noted(msgspec.Struct, tag=True):
+    """From a primary: the register as it is now, and its how-manieth state that is + bytes."""
+
+    version: int
+    fragments: list[int] = []
+
+
+class Notes(msgspec.Struct, tag=True):
+    """What a newcomer needs to know to begin in the middle of a stretch + a snapshot."""
+
+    stretch: int
+    fragments: list[int] = []
+
+
 class Copy(msgspec.Struct, tag=True):
     """A primary hands on what it is about to do, before it does it + the same bytes. `layout` makes it primary."""
 
@@ -172,14 +209,115 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value | Push | Advance
+    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | RowPush | Advance
 
 
 class State(msgspec.Struct, tag=True):
-    """The state of the fragment's optimizers; answered by `Done` + a snapshot of one list of states for each. Of a fragment
-    of rows it is the rows and all."""
+    """The state of the fragment's optimizers; answered by `Done` + a snapshot of one list of states for each."""
 
     fragment: int
+
+
+# the register: see `register.Register`
+
+
+class Begin(msgspec.Struct, tag=True):
+    """A worker begins a stretch of so many micro-batches; answered by `Begun`."""
+
+    worker: int
+    stretch: int
+    total: int
+    epoch: int
+    loader: int
+
+
+class Enter(msgspec.Struct, tag=True):
+    """A newcomer comes in the middle of a stretch; waits for one. Answered by `Done` + notes."""
+
+    worker: int
+
+
+class Turn(msgspec.Struct, tag=True):
+    """What a worker has done, and what it has in hand next, once there is something and it may go on; answered by `Turned`."""
+
+    worker: int
+    stretch: int
+    want: int
+    """So many in hand, if there are."""
+    delivered: list[Delivered]
+    stop: int = 0
+    written: int = -1
+    """From main: of how many steps it has the receipts."""
+    leaves: bool = False
+    """It takes no more."""
+
+
+class Push(msgspec.Struct, tag=True):
+    """Count a push whose gradients are staged everywhere + an encoded `Update`; answered by `Number`."""
+
+    worker: int
+    own: int
+    number: int
+    """The micro-batch, and which of its optimizer steps this is."""
+    call: int
+    heard: int
+    """All servers have applied so many."""
+
+
+class Lost(msgspec.Struct, tag=True):
+    """These workers are dead and reaped."""
+
+    workers: list[int]
+
+
+class Unheard(msgspec.Struct, tag=True):
+    """What pushes are there after this one? Answered by `Tail`."""
+
+    after: int
+
+
+class Hold(msgspec.Struct, tag=True):
+    """Count nothing more, until it is said by the same worker that one may; answered by `Number` + the register."""
+
+    worker: int
+    yes: bool
+
+
+class Begun(msgspec.Struct, tag=True):
+    first: int
+    """The run's step with which the stretch begins."""
+    trainers: list[int]
+    noted: bool
+    """Whether `Notes` of it are there."""
+
+
+class Turned(msgspec.Struct, tag=True):
+    numbers: list[int]
+    """What the worker has in hand; nothing: the stretch is over."""
+    count: int
+    """Pushes counted: the weights to go on with have all of them."""
+    steps: int
+    samples: int
+    """Whole steps of the run so far, and samples."""
+    trainers: list[int]
+    receipts: list[Receipt] = []
+    stop: int = 0
+    stopper: int = -1
+    staleness: dict[int, int] = {}
+    """When the stretch is over: how many pulls had how much."""
+
+
+class Number(msgspec.Struct, tag=True):
+    count: int
+    """Of a push in the order of all, or AGAIN; of pushes counted so far."""
+
+
+class Tail(msgspec.Struct, tag=True):
+    entries: list[Counted]
+
+
+OfRows = Rows | RowPush | Advance | Survey
+Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
 
 
 class Done(msgspec.Struct, tag=True):
@@ -194,8 +332,8 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Pull | State | Rows | Push | Advance | Survey
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | OfRows
 
 
 Call = Asked | Copy | Outline
-ANSWER = Done | Moved
+ANSWER = Done | Moved | Begun | Turned | Number | Tail

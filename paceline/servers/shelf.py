@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
-from paceline.servers.held import Held, Holding, Said, as_bytes
+from paceline.servers.clocks import parse
+from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.holders import NOWHERE
 from paceline.servers.lines import Line, moved
@@ -30,31 +31,42 @@ from paceline.servers.messages import (
     Advance,
     Apply,
     Asked,
+    Asking,
+    Begin,
     Call,
     Copy,
     Done,
     Drawing,
+    Enter,
+    Hold,
     Lay,
+    Lost,
     Moved,
+    Noted,
+    Notes,
     Outline,
     Part,
     Pull,
     Push,
+    RowPush,
     Rows,
     Sealed,
+    Stage,
     State,
     Summed,
     Survey,
     Surveyed,
     Total,
+    Turn,
+    Unheard,
     Value,
 )
+from paceline.servers.registry import Answer, Registry
 from paceline.servers.row_optimizers import Block
 from paceline.servers.tables import FRAGMENTS, packed_size
 
-Answer = tuple[msgspec.Struct, Sequence[memoryview]]
 _LOOK_S = 0.05
-Kind = TypeVar("Kind", bound=Holding)
+Copied = Said | Noted | Notes
 
 
 class _NotPrimary(Exception):
@@ -75,7 +87,8 @@ class Shelf:
         self._drawing: Drawing | None = None
         self._drawn = b""
         """The same, encoded."""
-        self._held: dict[int, Holding] = {}
+        self._held: dict[int, Any] = {}
+        """`Held`, `HeldRows`, or the `Registry`: all know, do and tell what is said."""
         self._layout = NOWHERE
         self._changed = threading.Condition()
         """About all of these, and the following."""
@@ -152,7 +165,7 @@ class Shelf:
                 if server in filled or (fragment, server, since) in self._filled
             ]
 
-    def _tell(self, said: Said, bodies: Mapping[int, memoryview]) -> None:
+    def _tell(self, said: Copied, bodies: Mapping[int, memoryview]) -> None:
         """All backups know of what is said about these fragments when this returns."""
         told: set[tuple[int, int, int]] = set()
         while True:
@@ -168,7 +181,7 @@ class Shelf:
                 self._await_layout_after(layout.number, server)
 
     def _tell_one(
-        self, server: int, said: Said, bodies: Mapping[int, memoryview], rest: Collection[tuple[int, int, int]]
+        self, server: int, said: Copied, bodies: Mapping[int, memoryview], rest: Collection[tuple[int, int, int]]
     ) -> bool:
         mine = sorted((k, since) for k, to, since in rest if to == server)
         numbers = [k for k, _ in mine]
@@ -240,7 +253,7 @@ class Shelf:
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answer:
         match call:
-            case Lay() | Value() | Apply() | Push() | Advance():
+            case Lay() | Value() | Apply() | Stage() | Notes() | RowPush() | Advance():
                 self._hear(call, body)
             case Part():
                 self._part(call, body)
@@ -248,9 +261,11 @@ class Shelf:
                 return Done(all(self._is_sealed(fragment, call) for fragment in call.fragments)), ()
             case Total(step, point, divisor, fragments):
                 with self._locked(fragments) as helds:
-                    return Done(), [as_bytes(_as(Held, each).over(step, point, divisor)) for each in helds]
+                    return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
                 return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
+            case Begin() | Enter() | Turn() | Push() | Lost() | Unheard() | Hold():
+                return self._register(call, body)
             case State(fragment):
                 with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
@@ -260,7 +275,7 @@ class Shelf:
                 return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call)))),)
         return Done(), ()
 
-    def _hear(self, said: Said, body: memoryview) -> None:
+    def _hear(self, said: Said | Notes, body: memoryview) -> None:
         bodies = self._cut(said, body)
         with self._locked(said.fragments) as helds:
             fresh = {
@@ -277,7 +292,7 @@ class Shelf:
         bodies = self._cut(part, body)
         with self._locked(part.fragments) as helds:
             complete: dict[int, tuple[Held, memoryview]] = {}
-            for k, held in zip(part.fragments, (_as(Held, each) for each in helds), strict=True):
+            for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
                 total = point.total if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
                 if total is not None:
@@ -288,40 +303,63 @@ class Shelf:
                 held.do(summed, sums)
 
     def _is_sealed(self, fragment: int, asked: Sealed) -> bool:
-        with self._locked([fragment]) as (each,):
-            held = _as(Held, each)
+        with self._locked([fragment]) as (held,):
             if asked.wait:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
-            return held.sealed(asked.step, asked.call)
+            return bool(held.sealed(asked.step, asked.call))
 
     def _pulled(self, fragment: int, version: int) -> torch.Tensor:
-        """Nobody changes it before this worker has brought its part of the next step."""
-        with self._at(fragment, version) as held:
-            return _as(Held, held).value
+        """Where workers step together nobody changes it before this one has brought its part of the next step."""
+        assert self._drawing is not None
+        with self._locked([fragment]) as (held,):
+            self._await(fragment, held, lambda: held.version >= version)
+            value: torch.Tensor = held.value
+            return value.clone() if self._drawing.slots else value
 
     def _gathered(self, asked: Rows, body: memoryview) -> Iterator[Block]:
         """One fragment at a time: the next may still wait for its update."""
         at = 0
         for fragment in asked.fragments:
             size = packed_size(body[at:], dim=0)
-            with self._at(fragment, asked.count) as held:
-                yield _as(HeldRows, held).gather(body[at : at + size])
+            with self._rows_at(fragment, asked.count) as held:
+                yield held.gather(body[at : at + size])
             at += size
 
     def _surveyed(self, asked: Survey) -> Iterator[Surveyed]:
         for fragment in asked.fragments:
-            with self._at(fragment, asked.count) as held:
-                yield _as(HeldRows, held).survey(asked.hashed)
+            with self._rows_at(fragment, asked.count) as held:
+                yield held.survey(asked.hashed)
 
     @contextmanager
-    def _at(self, fragment: int, version: int) -> Iterator[Holding]:
-        """A fragment, once it has come to this version."""
+    def _rows_at(self, fragment: int, count: int) -> Iterator[HeldRows]:
+        """A fragment of rows, once so many updates are in it."""
         with self._locked([fragment]) as (held,):
-            self._await(fragment, held, lambda: held.version >= version)
+            if not isinstance(held, HeldRows):
+                raise ValueError(f"fragment {fragment} has no rows")
+            self._await(fragment, held, lambda: held.version >= count)
             yield held
 
+    def _register(self, call: Asking, body: memoryview) -> Answer:
+        """What is asked of the register: it may have to wait, and be considered again whenever that has changed."""
+        assert self._drawing is not None
+        number = len(self._drawing.fragments)
+        with self._locked([number]) as (registry,):
+            while True:
+                answer: Answer | None
+                answer, state = registry.draft(call, body)
+                if state:
+                    noted = Noted(registry.version + 1, [number])
+                    self._tell(noted, {number: memoryview(state)})
+                    registry.do(noted, memoryview(state))
+                if answer is not None:
+                    return answer
+                registry.changed.wait(_LOOK_S)
+                if self._held.get(number) is not registry:
+                    raise _NotPrimary
+                self._check_primary([number])
+
     @contextmanager
-    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Holding]]:
+    def _locked(self, fragments: Sequence[int]) -> Iterator[list[Any]]:
         """Fragments of which this server is the primary. Always in one order: two callers never wait for each other."""
         with self._changed:
             self._check_primary(fragments)
@@ -340,20 +378,23 @@ class Shelf:
         if any(fragment >= len(holders) or holders[fragment][0] != self._number for fragment in fragments):
             raise _NotPrimary
 
-    def _cut(self, message: Said | Part, body: memoryview) -> dict[int, memoryview]:
+    def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply, Advance)):
+        if isinstance(message, (Lay, Apply, Noted, Notes, Advance)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
-            size = self._made(fragment).length(message, body[at:])
+            held = self._made(fragment)
+            if isinstance(held, Registry):
+                raise ValueError("there are no values in the register")
+            size = held.length(message, body[at:])
             bodies[fragment] = body[at : at + size]
             at += size
         if at != len(body):
             raise ValueError(f"{len(body)} bytes for fragments of {at}")
         return bodies
 
-    def _await(self, fragment: int, held: Holding, moment: Callable[[], bool]) -> None:
+    def _await(self, fragment: int, held: Any, moment: Callable[[], bool]) -> None:
         """Under the fragment's lock."""
 
         def over() -> bool:
@@ -364,28 +405,24 @@ class Shelf:
         if not moment():
             raise _NotPrimary
 
-    def _made(self, fragment: int) -> Holding:
+    def _made(self, fragment: int) -> Any:
         with self._changed:
             drawing = self._drawing
-            if drawing is None or not 0 <= fragment < len(drawing.fragments) + FRAGMENTS * len(drawing.tables):
+            if drawing is None or not 0 <= fragment < drawing.first_row_fragment + FRAGMENTS * len(drawing.tables):
                 raise ValueError(f"there is no fragment {fragment}")
             if fragment not in self._held:
                 self._held[fragment] = self._make(drawing, fragment)
             return self._held[fragment]
 
-    def _make(self, drawing: Drawing, fragment: int) -> Holding:
+    def _make(self, drawing: Drawing, fragment: int) -> Held | HeldRows | Registry:
         since = _since(self._layout, fragment, self._number)
-        if fragment >= len(drawing.fragments):
-            table = (fragment - len(drawing.fragments)) // FRAGMENTS
+        if fragment >= drawing.first_row_fragment:
+            table = (fragment - drawing.first_row_fragment) // FRAGMENTS
             return HeldRows(table, drawing.tables[table], since)
+        if fragment >= len(drawing.fragments):
+            return Registry(parse(drawing.mode), drawing.slots, since)
         found = drawing.fragments[fragment]
         return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)
-
-
-def _as(kind: type[Kind], held: Holding) -> Kind:
-    if not isinstance(held, kind):
-        raise ValueError(f"this is about a {kind.__name__}, and the fragment is a {type(held).__name__}")
-    return held
 
 
 def _since(layout: Placed, fragment: int, server: int) -> int:

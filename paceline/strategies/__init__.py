@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import UsageError
+from paceline.servers import clocks
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
@@ -22,23 +23,34 @@ class Entry(NamedTuple):
     """What it does, in a few of them."""
     servers: bool = False
     """Whether workers meet at servers."""
+    numbers: str = ""
+    """What stands behind its name, for example."""
 
 
+_FREE = "paceline.strategies.free", "FreeRunning"
 TABLE = {
     "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
     "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
+    "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
+    "ssp": Entry(*_FREE, "at most 3 pushes ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
+    "dssp": Entry(*_FREE, "1 to 8 pushes ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
 }
 
 
-def check(name: str) -> str:
-    """The name, if there is such a strategy."""
+def find(text: str) -> Entry:
+    """The strategy of this name, with whatever stands behind it."""
+    name, _, numbers = text.partition(":")
     if name not in TABLE:
-        there = ", ".join(f"{known} ({entry.words})" for known, entry in TABLE.items())
-        raise UsageError(f"unknown strategy {name!r}; there are: {there}")
-    return name
+        there = ", ".join(f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items())
+        raise UsageError(f"unknown strategy {text!r}; there are: {there}")
+    if TABLE[name].servers:
+        clocks.parse(text)
+    elif numbers:
+        raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")
+    return TABLE[name]
 
 
-def create(name: str) -> Strategy:
-    entry = TABLE[check(name)]
-    strategy: Strategy = getattr(import_module(entry.module), entry.name)()
+def create(text: str) -> Strategy:
+    entry = find(text)
+    strategy: Strategy = getattr(import_module(entry.module), entry.name)(text)
     return strategy

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
-from paceline.strategies.base import Point, Scaled
+from paceline.servers.register import Register
+from paceline.strategies.base import Point, Scaled, Seat
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
 from paceline.tensors.peers import Peers, Watch
@@ -28,9 +29,12 @@ _LANES = 8
 
 
 class AllReduce:
-    same_bits, at_servers = True, False
+    same_bits, at_servers, free = True, False, False
 
-    def reach(self, servers: Directory, watch: Watch) -> None:
+    def __init__(self, text: str = "allreduce") -> None:
+        """As it is written for --strategy."""
+
+    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         return
 
     def lay(self) -> None:
@@ -140,6 +144,9 @@ class AllReduce:
             self._reducer.fold(leaf, grads, self._weight)
         self._share_done()
 
+    def join_pieces(self) -> None:
+        return
+
     def drop(self) -> None:
         if self._kept and self._weight:
             self._settle_rest(ran=True)
@@ -235,10 +242,10 @@ class AllReduce:
     def restore(self, state: dict[str, Any]) -> None:
         return
 
-    def whole(self) -> AbstractContextManager[None]:
+    def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
-    def facts(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:

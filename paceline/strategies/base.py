@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
+from paceline.servers.register import Register
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
 
@@ -43,6 +44,18 @@ class Scaled(Protocol):
     scale: float
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Who this worker is, for a strategy that meets others elsewhere than in its group."""
+
+    worker: int
+    slots: int
+    lost: Callable[[], list[int]]
+    """The workers that are dead and reaped."""
+    check: Callable[[], None]
+    """Raises if waiting is in vain."""
+
+
 class Strategy(Protocol):
     same_bits: bool
     """Whether the result is the same at any worker count."""
@@ -50,7 +63,10 @@ class Strategy(Protocol):
     """Whether workers meet at servers. Then `reach` comes before `attach`, main calls `lay` before the first step, and all
     `begin` behind that."""
 
-    def reach(self, servers: Directory, watch: Watch) -> None: ...
+    free: bool
+    """Whether workers run at their own pace: there are no reduce points then, and `turns` asks for micro-batches."""
+
+    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...
     def begin(self) -> None: ...
 
@@ -76,6 +92,9 @@ class Strategy(Protocol):
 
     def weigh(self, weight: float) -> None: ...
     def fold(self, leaf: int) -> None: ...
+    def join_pieces(self) -> None:
+        """Of a micro-batch that was folded in pieces, by a worker that runs at its own pace."""
+
     def drop(self) -> None:
         """Instead: that share counts for nothing, and all is as it was before it."""
 
@@ -90,10 +109,11 @@ class Strategy(Protocol):
         """What a newcomer must know beside the replica, as plain values."""
 
     def restore(self, state: dict[str, Any]) -> None: ...
-    def whole(self) -> AbstractContextManager[None]:
-        """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps."""
+    def whole(self) -> AbstractContextManager[Register | None]:
+        """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps.
+        Where workers run at their own pace, there is a register of it."""
 
-    def facts(self) -> dict[str, Any]:
-        """What the run's summary says of state that is not in the replica."""
+    def report(self) -> dict[str, Any]:
+        """What the summary should say of it."""
 
     def close(self) -> None: ...

@@ -26,12 +26,14 @@ import numpy as np
 
 from paceline.embedding import Held, SparseEmbedding, Traffic
 from paceline.errors import UsageError
+from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.holders import Holders, MovedError
-from paceline.servers.messages import Advance, Lay, Push, Rows, RowUpdate, State, Survey, Surveyed
+from paceline.servers.messages import Advance, Lay, RowPush, Rows, RowUpdate, State, Survey, Surveyed
 from paceline.servers.row_optimizers import Block
 from paceline.servers.tables import FRAGMENTS, NOTHING, Contribution, Touched, added, pack
 from paceline.state.snapshot import Snapshot
+from paceline.strategies.base import Scaled
 
 Result = TypeVar("Result")
 
@@ -114,7 +116,7 @@ class ServedRows:
                 parts[fragment] = list(pack(touched.ids[where], block[where]))
                 traffic.bytes += sum(map(len, parts[fragment]))
         for mine in self._holders.of_each(sorted(parts)):
-            message = Push(self._count + 1, len(self._divisors), brought.leaf, mine)
+            message = RowPush(self._count + 1, len(self._divisors), brought.leaf, mine)
             yield self._holders.out(mine, message, *(part for k in mine for part in parts[k]))
 
     # updates
@@ -259,6 +261,16 @@ class ServedRows:
             return tree
 
         return self._through(attempt)
+
+
+def check_tables(tables: Sequence[SparseEmbedding], replica: Replica, scaled: Scaled | None) -> None:
+    if tables and not replica.optimizers:
+        raise UsageError(
+            "a SparseEmbedding's rows move when an optimizer steps, and none was given to run.prepare(): give it the one of "
+            "the dense part"
+        )
+    if tables and scaled:
+        raise UsageError("a SparseEmbedding cannot be trained with precision fp16: use bf16, which needs no scaling")
 
 
 class _Home:

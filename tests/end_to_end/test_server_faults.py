@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, launch, paceline
+from tests.end_to_end.test_failures import left_processes
 
 TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(25)")
 PS = ("-n", "2", "--strategy", "ps", "--servers", "2")
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def weights(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> str:
     """Of a run without servers."""
-    return launch(tmp_path_factory.mktemp("reference"), TRAINS, "-n", "2").weights
+    return alone(tmp_path_factory.mktemp("reference"), TRAINS, slots=2).weights
 
 
 def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(tmp_path: Path, weights: str) -> None:
@@ -55,6 +57,8 @@ def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple
     done = launch(tmp_path, TRAINS, *LOSES_ALL, *flags)
     cure = "--servers 2" if "1" in flags[:2] else "--replicas 2"
     assert f"the run ends if a server dies: give {cure}; then, or if the machine dies, it is lost" in done.err
+    assert str(done.summary["exit"]).startswith("failed") and "Traceback" not in done.err
+    assert left_processes(str(tmp_path)) == []
     assert done.code == 1 and done.last_line.startswith(
         "paceline: server 0 was killed by SIGKILL, and no other server had a copy of all that it held; "
         f"it is lost, as no checkpoint was written: give {cure} or --checkpoint-every N"

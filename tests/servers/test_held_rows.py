@@ -11,7 +11,7 @@ import pytest
 
 from paceline.servers.held import Said
 from paceline.servers.held_rows import HeldRows
-from paceline.servers.messages import Advance, Apply, Lay, Part, Push, RowUpdate
+from paceline.servers.messages import Advance, Apply, Lay, Part, RowPush, RowUpdate
 from paceline.servers.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
 from paceline.servers.tables import Table, distinct, pack
 from paceline.state.snapshot import Snapshot
@@ -42,7 +42,7 @@ def push(count: int, leaf: int, ids: list[int], point: int = 0, gradient: float 
     if gradient is not None:
         rows[:] = gradient
     touched, _ = distinct(np.array(ids, dtype=np.int64))
-    return Push(count, point, leaf, [0]), b"".join(pack(touched.ids, rows))
+    return RowPush(count, point, leaf, [0]), b"".join(pack(touched.ids, rows))
 
 
 def advance(count: int, optimizer: RowOptimizer, divisors: tuple[float, ...] = (3.0,)) -> Spoken:

@@ -14,15 +14,15 @@ from paceline.replica import Replica
 from paceline.servers.direct import OwnServer
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.holders import Directory
-from paceline.strategies.base import Point
+from paceline.strategies.base import Point, Seat
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
 from tests.servers.shelves import PATIENCE_S, World
-from tests.servers.test_shelf import Nobody, one_thread, stacks
+from tests.servers.test_shelf import Nobody, stacks
 from tests.tensors.together import Member, Table
 
-__all__ = ["one_thread", "stacks"]
+__all__ = ["stacks"]
 CPU = torch.device("cpu")
 LEAVES, STEPS = 5, 8
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 class Worker:
     def __init__(self, servers: Directory, peers: Any) -> None:
         self.strategy, self.peers, self.model = ParameterServers(), peers, Net()
-        self.strategy.reach(servers, Nobody())  # type: ignore[arg-type]
+        self.strategy.reach(servers, Nobody(), Seat(peers.rank, 1, list, lambda: None))  # type: ignore[arg-type]
         replica = Replica(CPU)
         replica.add_model(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
@@ -77,7 +77,7 @@ class Worker:
 def undisturbed() -> dict[str, Any]:
     worker = Worker(OwnServer(), Alone(CPU))
     worker.train()
-    return worker.strategy.facts()
+    return worker.strategy.report()
 
 
 @pytest.mark.parametrize(("servers", "replicas", "workers"), [(1, 1, 2), (2, 2, 2), (3, 2, 3), (4, 3, 1)])
@@ -107,7 +107,7 @@ def test_every_share_counts_once_at_every_copy(
         print("\n".join(world.log))
         world.settle()
         for worker in done:
-            assert worker.strategy.facts() == undisturbed
+            assert worker.strategy.report() == undisturbed
         assert world.fleet.placement is not None
         for fragment, copies in enumerate(world.fleet.placement.copies):
             held = [world.shelves[server]._held[fragment] for server in copies.holders]

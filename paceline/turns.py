@@ -1,0 +1,273 @@
+"""The training loop of workers that run at their own pace: one micro-batch after the other, until a stretch is over.
+
+A stretch is one loop over a loader, or over run.steps(). Within it workers meet nobody; at its end they all come together,
+and newcomers that have trained in it are let in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.cluster.board import Phase
+from paceline.data.loader import Feed
+from paceline.data.order import mix
+from paceline.data.pieces import own_draw, tally
+from paceline.data.random import IN_SHARE, set_seed
+from paceline.data.receipts import OWN_DRAWS, Receipt
+from paceline.errors import PacelineError, UsageError
+from paceline.servers.register import Delivered
+from paceline.session import user_line
+from paceline.state.snapshot import Snapshot
+from paceline.steps import Batch
+
+if TYPE_CHECKING:
+    from paceline.run import Run
+    from paceline.servers.messages import Turned
+    from paceline.servers.register import Receipt as Whole
+    from paceline.servers.register import Register
+    from paceline.steps import Stepper
+    from paceline.strategies.free import FreeRunning
+
+
+class Turns:
+    def __init__(self, run: Run, strategy: FreeRunning, stepper: Stepper) -> None:
+        self._run, self._strategy, self._stepper = run, strategy, stepper
+        self._session, self._slots = run._session, run.settings.slots
+        self._steps, self._written = 0, 0
+        """Whole steps of the run, and those whose receipts this worker has seen to."""
+        self._schedules = [Schedule(item) for item in run._replica.schedulers if isinstance(item, LRScheduler)]
+
+    # newcomers
+
+    def enter(self) -> None:
+        """A newcomer begins in the middle of a stretch, and trains in it before it is let in at its end."""
+        self._session.row.enter(Phase.JOINING)
+        self._session.needed()
+        self._run._keeping.restore(Snapshot.read(self._strategy.enter()))
+
+    # loops
+
+    def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
+        """The loader's micro-batches that fall to this worker."""
+        if feed.steps is None:
+            raise UsageError(
+                f"{user_line()}: --strategy {self._run.settings.strategy} takes a data set's samples by number, and an "
+                "IterableDataset has none; make it map-style, or use --strategy ps"
+            )
+        with closing(self._numbers(feed.steps, 1 + feed.depth, loader)) as numbers:
+            upcoming = _Upcoming(self._slots)
+            try:
+                for number, first, fresh in numbers:
+                    upcoming.extend(fresh)
+                    if not upcoming.followed:
+                        upcoming.followed = True
+                        feed.follow(self._stepper.epoch, upcoming)
+                    yield from self._drawn(feed, number, first)
+            finally:
+                feed.stop()
+
+    def _drawn(self, feed: Feed, number: int, first: int) -> Iterator[Any]:
+        stepper = self._stepper
+        step, slot = divmod(number, self._slots)
+        start = time.perf_counter()
+        batch = Batch(stepper, feed, self._loader, stepper.epoch, step)
+        stepper.mine, stepper.slot = [slot], slot
+        share = batch.share(slot)
+        stepper.split.data += time.perf_counter() - start
+        taken = batch.taken(slot)
+        self._delivered = Delivered(number, *tally([taken]))
+        if share is not None:
+            largest = max(batch.sizes) if batch.sizes is not None else taken.samples
+            yield from self._micro_batch(number, first + step, taken.samples / largest, batch, share.value, start)
+
+    def over_steps(self, count: int) -> Iterator[int]:
+        """For scripts that draw their own batches."""
+        with closing(self._numbers(count, 1, OWN_DRAWS)) as numbers:
+            for number, first, _ in numbers:
+                step, slot = divmod(number, self._slots)
+                self._stepper.mine = [slot]
+                self._delivered = Delivered(number, *tally([own_draw(slot)]))
+                yield from self._micro_batch(number, first + step, 1.0, None, first + step, time.perf_counter())
+
+    def _numbers(self, steps: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
+        """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
+        run, strategy, stepper = self._run, self._strategy, self._stepper
+        limit = run.settings.steps
+        steps = min(steps, max(0, limit - stepper.step)) if limit else steps
+        begun = strategy.begin_stretch(
+            steps * self._slots, stepper.epoch, loader, lambda: run._keeping.capture().packed()
+        )
+        self._first, self._loader = begun.first, loader
+        self._written = max(self._written, run._keeping.ledger.head.first)
+        stepper.gaps.begin()
+        self._session.left, run.terms.catching_up = None, False
+        known: set[int] = set()
+        delivered: list[Delivered] = []
+        try:
+            while True:
+                self._session.row.enter(Phase.DATA)
+                code = run._stopping.code(self._steps, run.metrics)
+                written = self._in_file if run.is_main else -1
+                start = time.perf_counter()
+                turned = strategy.turn(want, delivered, code, written)
+                stepper.split.wait += time.perf_counter() - start
+                stepper.split.total += time.perf_counter() - start
+                self._note(turned, written >= 0)
+                if not turned.numbers:
+                    break
+                fresh = [number for number in turned.numbers if number not in known]
+                known.update(fresh)
+                self._count = turned.count
+                yield turned.numbers[0], begun.first, fresh
+                delivered = [self._delivered]
+                run._keeping.at_boundary()
+        except GeneratorExit:
+            self._leave()
+            raise
+        self._over(turned, steps)
+
+    def _micro_batch(
+        self, number: int, step: int, weight: float, batch: Batch | None, value: Any, since: float
+    ) -> Iterator[Any]:
+        stepper = self._stepper
+        stepper.step = step
+        self._run._session.row.enter(Phase.REDUCE)
+        for schedule in self._schedules:
+            schedule.at(step)
+        self._strategy.take(number, weight, self._count)
+        stepper.begin(batch, since)
+        set_seed(mix(self._run.settings.seed, IN_SHARE, step, 0, number % self._slots), self._run.device)
+        yield value
+        stepper.split.communication += self._strategy.spent_s()
+        stepper.end_turn(self._steps)
+        self._refuse_unpushed()
+
+    def _refuse_unpushed(self) -> None:
+        """What is not pushed with its micro-batch would be lost, or trained twice, with this worker."""
+        if self._strategy.has_pushed:
+            return
+        if any(param.grad is not None and bool(param.grad.any()) for param in self._run._replica.params):
+            raise UsageError(
+                f"a batch has ended with gradients and without optimizer.step(): with --strategy "
+                f"{self._run.settings.strategy} each worker's batch is pushed by itself; step after every batch, or have "
+                "fewer slots instead of accumulating"
+            )
+
+    def _note(self, turned: Turned, main: bool) -> None:
+        """How far the run has come; who was main when it asked has got receipts to write."""
+        self._steps, self._stepper.samples = turned.steps, turned.samples
+        if main:
+            self._write(turned.receipts, turned.steps)
+
+    def settle(self, register: Register) -> None:
+        """For a checkpoint: the run is where the register says, and the receipts up to there are written."""
+        self._stepper.step, self._stepper.samples = register.steps, register.samples
+        self._write(register.receipts, register.steps)
+
+    def _write(self, receipts: list[Whole], steps: int) -> None:
+        for each in receipts:
+            if each.step >= self._written:
+                place = each.step, each.epoch, each.loader, each.batch
+                if self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest)):
+                    self._run._keeping.ledger.write()
+        self._written = max(self._written, steps)
+
+    @property
+    def _in_file(self) -> int:
+        """Receipts of so many steps are written; the next main has to write the others."""
+        waiting = self._run._keeping.ledger.recent
+        return waiting[0].step if waiting else self._written
+
+    def collect(self) -> None:
+        """Main's, between stretches: receipts that nobody was main for."""
+        self._note(self._strategy.turn(0, [], written=self._in_file, leaves=True), main=True)
+
+    def _leave(self) -> None:
+        """The script has left the loop: others do the rest."""
+        stepper = self._stepper
+        delivered = [self._delivered] if self._strategy.has_pushed else []
+        if stepper.active:
+            stepper.end_turn(self._steps)
+        with suppress(PacelineError):  # it may be on its way out because the run ends
+            turned = self._strategy.turn(0, delivered, leaves=True)
+            self._note(turned, main=False)
+            self._rest(turned.steps)
+
+    def _rest(self, steps: int) -> None:
+        self._stepper.step = steps
+        for schedule in self._schedules:
+            schedule.rest(steps)
+
+    def _over(self, turned: Turned, steps: int) -> None:
+        run, stepper = self._run, self._stepper
+        self._strategy.end_stretch(turned)
+        self._rest(turned.steps)
+        run._feeding.positions_at(self._loader, stepper.epoch, turned.steps - self._first)
+        if turned.stop:
+            run._stopping.settle_one(turned.stop, turned.stopper, turned.steps)
+        if self._session.joining:
+            run.terms.join(run._keeping)
+            run.terms.catching_up = False
+        run.terms.reunite(turned.trainers, run._keeping)
+        if not run.stopped and (code := run._stopping.code(turned.steps, {})):
+            run._stopping.settle_one(code, self._session.worker, turned.steps)
+        if run.stopped:
+            run._keeping.at_stop()
+
+
+class _Upcoming:
+    """Where the loader looks for what to fetch next, as it reads ahead: what is in hand, in order."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self.followed = False
+        self._places: deque[tuple[int, int]] = deque()
+
+    def extend(self, numbers: list[int]) -> None:
+        self._places.extend(divmod(number, self._slots) for number in numbers)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self._places:
+            yield self._places.popleft()
+
+
+class Schedule:
+    """A scheduler that the script steps within its loop follows the run's steps, of which this worker does a part.
+
+    One that is stepped between stretches, once an epoch say, is left alone.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler, self._advance = scheduler, scheduler.step
+        self._step, self._within = -1, False
+        # By its class: what is on the object itself would be part of its state.
+        kind = type(scheduler)
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": lambda _, *args, **kw: self._stepped(*args, **kw)})
+
+    def at(self, step: int) -> None:
+        """The micro-batch in hand belongs to this step of the run."""
+        self._step = step
+        if self._within:
+            self._up_to(step)
+
+    def rest(self, steps: int) -> None:
+        """A stretch is over, and the run has come so far."""
+        self.at(steps)
+        self._step = -1
+
+    def _stepped(self, *args: Any, **kwargs: Any) -> None:
+        if self._step < 0 or args or kwargs:
+            self._advance(*args, **kwargs)
+            return
+        self._within = True
+        self._up_to(self._step + 1)
+
+    def _up_to(self, count: int) -> None:
+        while self._scheduler.last_epoch < count:
+            self._advance()

@@ -1,0 +1,119 @@
+"""Workers at their own pace: every push counts once, whoever is killed; what of it the script sees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.killing import Doomed
+from tests.end_to_end.launching import BODY, HEAD, Result, launch, paceline
+
+SUMS = Path(__file__).parents[2] / "benchmarks" / "sums.py"
+EPOCHS = 3
+STEPS = 50 * EPOCHS
+
+
+def exact(done: Result, steps: int = STEPS) -> None:
+    """The script itself compares its weights with the sum."""
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert done.summary["steps"] == steps
+    proven = paceline("verify", "it", cwd=done.folder.parents[1])
+    assert proven.returncode == 0, proven.stdout
+
+
+def sums(folder: Path, *flags: str, pause: str = "0") -> Result:
+    return launch(folder, SUMS, *flags, args=(str(EPOCHS), pause))
+
+
+def test_every_push_counts_once_when_a_worker_main_a_server_and_the_coordinator_are_killed(tmp_path: Path) -> None:
+    plan = ("kill worker:1 @step 20", "kill server:0 @step 40", "kill main @step 70", "kill coordinator @step 90")
+    faults = [word for fault in plan for word in ("--fault", fault)]
+    done = sums(tmp_path, "-n", "3", "--servers", "2", "--strategy", "async", *faults, pause="0.005")
+    exact(done)
+    happened = [event["why"] for event in done.events() if event["event"] == "fault"]
+    assert happened == list(plan)
+
+
+def test_staleness_stays_within_its_bound_beside_a_worker_that_is_four_times_slower(tmp_path: Path) -> None:
+    plan = ("slow worker:2 x4", "kill server:1 @step 30")
+    faults = [word for fault in plan for word in ("--fault", fault)]
+    done = sums(tmp_path, "-n", "3", "--servers", "2", "--strategy", "ssp:2", *faults, pause="0.002")
+    exact(done)
+    staleness = {int(k): count for k, count in done.summary["staleness"].items()}
+    assert max(staleness) == 2, staleness
+    assert sum(staleness.values()) >= STEPS * 4
+
+
+def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint_with_others(tmp_path: Path) -> None:
+    flags = ("--slots", "4", "--servers", "2", "--strategy", "ssp:2", "--checkpoint-every", "10")
+    script = tmp_path / "train.py"
+    script.write_text(SUMS.read_text().replace("sys.argv[1]", f"'{EPOCHS}'").replace("if len(sys.argv) > 1", "if True"))
+    doomed = Doomed(tmp_path, script, 3, flags)
+    doomed.wait_for(lambda: len(list((doomed.folder / "checkpoints").glob("step-*/manifest.json"))) >= 2)
+    doomed.kill()
+    again = paceline("resume", "it", "-n", "2", "--servers", "1", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    summary = json.loads((doomed.folder / "summary.json").read_text())
+    exact(Result(0, again.stdout, again.stderr, doomed.folder, summary))
+
+
+TRAINS = (
+    HEAD.replace("import torch,", "import sys\nimport torch,").replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()")
+    + """
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+run.prepare(scheduler)
+"""
+    + BODY.replace("optimizer.zero_grad()", "optimizer.zero_grad(); scheduler.step(); seen.append(run.step)").replace(
+        "for epoch", "seen = []\nfor epoch"
+    )
+    + """
+    counts = run.evaluate(lambda batch: {"n": len(batch[0])}, DataLoader(data, batch_size=7))
+    assert counts["n"] == 96
+assert scheduler.last_epoch == 8 == run.step, (scheduler.last_epoch, run.step)
+assert seen == sorted(seen), seen
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["async", "dssp:1,4"])
+def test_a_schedule_follows_the_steps_of_the_run_and_all_end_with_the_same_weights(
+    tmp_path: Path, strategy: str
+) -> None:
+    done = launch(tmp_path, TRAINS, "-n", "2", "--servers", "1", "--strategy", strategy, "--slots", "4")
+    assert done.code == 0, done.err
+    assert done.summary["steps"] == 8 and done.summary["samples"] == 192
+
+
+def test_a_run_of_one_needs_no_server_process(tmp_path: Path) -> None:
+    import subprocess
+
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS.replace("paceline.init()", "paceline.init(strategy='ssp:1', slots=2)"))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+MISTAKES = {
+    "evaluates inside the loop": (
+        BODY + "        run.evaluate(lambda batch: {}, loader)\n",
+        "inside the loop over the loader, where workers run at their own pace and cannot meet; move it behind the loop",
+    ),
+    "accumulates": (
+        BODY.replace("optimizer.step(); optimizer.zero_grad()", "pass"),
+        "a batch has ended with gradients and without optimizer.step()",
+    ),
+    "changes weights": (
+        BODY.replace("optimizer.step();", "optimizer.step(); model[0].weight.data.clamp_(-0.01, 0.01);"),
+        "the script has changed a weight of shape (16, 13) by itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_done_at_ones_own_pace_is_refused_in_a_sentence(tmp_path: Path, mistake: str) -> None:
+    body, words = MISTAKES[mistake]
+    done = launch(tmp_path, HEAD + body, "-n", "1", "--servers", "1", "--strategy", "async")
+    assert done.code == 2 and words in done.last_line, done.err
