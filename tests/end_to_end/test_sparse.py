@@ -125,6 +125,14 @@ def test_a_checkpoint_has_the_rows(tmp_path: Path, undisturbed: tuple[str, str, 
     assert (summary["weights_sha256"], summary["rows_sha256"], summary["rows"]) == undisturbed
 
 
+def test_the_example_learns(tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "ctr.py"
+    arguments = ("--samples", "20000", "--ids", "2000", "--dim", "8", "--batch-size", "512")
+    result = launch(tmp_path, example, "-n", "2", "--strategy", "ps", args=arguments)
+    assert result.code == 0 and "rows of 2,000 ids" in result.out, result.err
+    assert result.summary["metrics"]["auc"] > 0.7
+
+
 @pytest.mark.parametrize(
     ("change", "flags", "says"),
     [
