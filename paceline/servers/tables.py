@@ -18,8 +18,9 @@ from paceline.servers.index import Ids, mixed
 from paceline.servers.row_optimizers import Block, RowOptimizer
 from paceline.servers.rows import PLACES, Rows
 
-FRAGMENTS = 16
-"""Of each table. More can be dealt out more evenly, and cost more: each is looked up by itself."""
+FRAGMENTS = 8
+"""Of each table. More could be dealt out to more servers, and cost more: each is looked up by itself. With 16 a server moved
+about a fifth fewer rows a second at batches of 2048 (measured)."""
 NOMINAL_BYTES = 4 << 20
 """What a fragment of rows counts for when fragments are dealt out: nobody knows how large it will be."""
 _EDGES = np.arange(1, FRAGMENTS, dtype=np.uint64) * np.uint64((PLACES // FRAGMENTS) << 32)
