@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import Result, ended, environment, finish, going, launch, paceline, write_script
+from tests.end_to_end.launching import (
+    TIMEOUT_S,
+    Result,
+    ended,
+    environment,
+    finish,
+    going,
+    launch,
+    paceline,
+    write_script,
+)
 from tests.end_to_end.test_failures import left_processes
 from tests.end_to_end.test_servers import pid_of, settled
 
@@ -67,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, int
     folder = tmp_path_factory.mktemp("undisturbed")
     script = write_script(folder, SCRIPT.replace("init()", f"init(strategy='ps', slots={SLOTS})"))
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)], cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     (summary,) = folder.rglob("summary.json")
