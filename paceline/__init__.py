@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.processor import mkl_branch
 
 if TYPE_CHECKING:
+    from paceline.embedding import SparseEmbedding
     from paceline.fitting import fit
     from paceline.run import Run, init
 
-__all__ = ["PacelineError", "Run", "__version__", "fit", "init"]
+__all__ = ["PacelineError", "Run", "SparseEmbedding", "__version__", "fit", "init"]
 __version__ = "0.1.0"
 
 # MKL reads this at its first call; a run of one started by plain `python` must give the same bits.
@@ -32,6 +33,7 @@ os.environ.setdefault("MKL_CBWR", mkl_branch())
 _HOMES = {
     "init": "paceline.run",
     "Run": "paceline.run",
+    "SparseEmbedding": "paceline.embedding",
     "fit": "paceline.fitting",
     "PacelineError": "paceline.errors",
 }

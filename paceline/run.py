@@ -22,6 +22,7 @@ from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
+from paceline.embedding import tables_of
 from paceline.errors import PacelineError, UsageError
 from paceline.feeding import Feeding
 from paceline.hooks import Hook
@@ -334,6 +335,12 @@ class Run:
         if self._strategy.at_servers:
             seat = Seat(self._session.worker, self.settings.slots, self._session.lost, self._session.check_run)
             self._strategy.reach(self._session.servers(), self._session, seat)
+        if tables_of(self._replica.models) and (self._strategy.free or not self._strategy.at_servers):
+            raise UsageError(
+                f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
+                '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
+                "runs alone"
+            )
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
         self.terms.on_peers = [self._strategy.meet, stepper.meet]

@@ -41,7 +41,7 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
         "shares_redone": stepper.redone if stepper else 0,
         "median_step_s": round(stepper.gaps.median_s, 6) if stepper else 0.0,
         "longest_gap_s": round(stepper.gaps.longest_s, 6) if stepper else 0.0,
-        **run._strategy.report(),
+        **(run._strategy.report() if stepper else {}),
     }
     session.folder.write_json(session.folder.summary, summary)
     session.folder.event("finished", exit, steps=run.step, weights_sha256=weights_sha256)

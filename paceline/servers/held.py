@@ -14,14 +14,14 @@ import torch
 
 from paceline.servers.carried import DTYPES, Carried
 from paceline.servers.fragments import Fragment
-from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Stage, Summed, Update, Value
+from paceline.servers.messages import ABSENT, BY_VALUE, Advance, Apply, Lay, Part, RowPush, Stage, Summed, Update, Value
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
-Said = Lay | Summed | Apply | Value | Stage
+Said = Lay | Summed | Apply | Value | Stage | RowPush | Advance
 _KEPT_STEPS = 1
 """A worker may be so many steps behind another one: what it still asks for is kept."""
 
@@ -105,6 +105,12 @@ class Held:
             raise ValueError(f"{message.leaves} leaves at a point of {point.leaves}")
         return point
 
+    def length(self, message: Said | Part, body: memoryview) -> int:
+        """How many bytes of a body, which has other fragments' behind its own, are this one's."""
+        if isinstance(message, RowPush):
+            raise ValueError("rows for a fragment of parameters")
+        return self.value.nbytes
+
     def knows(self, message: Said, body: memoryview) -> bool:
         """Whether this has been said before; ValueError if something else has."""
         match message:
@@ -123,6 +129,8 @@ class Held:
                     return True
                 msgspec.msgpack.decode(body, type=Update)  # nobody is told what cannot be read
                 return False
+            case _:
+                raise ValueError(f"a {type(message).__name__} of a fragment of parameters")
 
     def do(self, message: Said, body: memoryview) -> None:
         match message:

@@ -50,6 +50,7 @@ class Holders:
 
     def place(self, drawing: Drawing, nbytes: list[int]) -> None:
         self._drawn, self._nbytes = memoryview(msgspec.msgpack.encode(drawing)), nbytes
+        self._params = range(len(drawing.fragments))
         self._directory.size(nbytes)
         self._refresh()
 
@@ -57,6 +58,11 @@ class Holders:
         self._layout = self._directory.layout(self._layout.number)
         for server in [k for k in self._servers if k not in self._layout.addresses]:
             self._servers.pop(server).close()
+
+    @property
+    def layout(self) -> int:
+        """The number of the one that is known here."""
+        return self._layout.number
 
     def through(self, operation: Callable[[], Result]) -> Result:
         """What comes of an operation that is repeated as often as fragments move in it."""
@@ -66,11 +72,11 @@ class Holders:
             except MovedError:
                 self._refresh()
 
-    def of_each(self) -> list[list[int]]:
-        """The fragments of each server that is a primary."""
+    def of_each(self, among: Iterable[int] | None = None) -> list[list[int]]:
+        """The fragments of each server that is their primary: of parameters, or of those that are named."""
         of: dict[int, list[int]] = {}
-        for fragment, holders in enumerate(self._layout.holders):
-            of.setdefault(holders[0], []).append(fragment)
+        for fragment in self._params if among is None else among:
+            of.setdefault(self._layout.holders[fragment][0], []).append(fragment)
         return list(of.values())
 
     def batches(self, fragments: Iterable[int]) -> Iterator[list[int]]:

@@ -14,6 +14,8 @@ from paceline.servers.fragments import Fragment
 from paceline.servers.keys_messages import KeyCall, KeySaid
 from paceline.servers.kv import Pulled, Pushed
 from paceline.servers.register import Counted, Delivered, Receipt
+from paceline.servers.row_optimizers import RowOptimizer
+from paceline.servers.tables import Table
 
 
 class Drawing(msgspec.Struct):
@@ -27,6 +29,12 @@ class Drawing(msgspec.Struct):
     """How workers keep in step, as it is written for --strategy."""
     slots: int = 0
     """Where they do so at their own pace: there is a register then, behind the last fragment."""
+    tables: list[Table] = []
+    """Their fragments are numbered behind all that: those of the first table, of the second, …"""
+
+    @property
+    def first_row_fragment(self) -> int:
+        return len(self.fragments) + bool(self.slots)
 
 
 class Outline(msgspec.Struct, tag=True):
@@ -34,7 +42,7 @@ class Outline(msgspec.Struct, tag=True):
 
 
 class Lay(msgspec.Struct, tag=True):
-    """Hold this one fragment + its values, then the state of its optimizers as a snapshot."""
+    """Hold this one fragment + its values, then the state of its optimizers as a snapshot (of rows, the snapshot alone)."""
 
     fragments: list[int]
     version: int
@@ -125,6 +133,56 @@ class Pull(msgspec.Struct, tag=True):
     fragments: list[int]
 
 
+class Rows(msgspec.Struct, tag=True):
+    """Rows after so many row updates, once they are done + for each fragment, ids; answered by `Done` + the rows."""
+
+    count: int
+    fragments: list[int]
+
+
+class RowPush(msgspec.Struct, tag=True):
+    """The gradients of one share, at the `point`-th reduce point since the row update before + for each fragment, ids and
+    rows."""
+
+    count: int
+    """Of the row update that they are for."""
+    point: int
+    leaf: int
+    fragments: list[int]
+
+
+class RowUpdate(msgspec.Struct):
+    """One update of all rows that gradients have come for: the same from every worker."""
+
+    divisors: list[float]
+    """What the sum of each reduce point since the update before is divided by."""
+    optimizers: list[RowOptimizer]
+    """Of each table."""
+
+
+class Advance(msgspec.Struct, tag=True):
+    """The `count`-th row update of the run + an encoded `RowUpdate`, for all fragments at once."""
+
+    count: int
+    fragments: list[int]
+
+
+class Survey(msgspec.Struct, tag=True):
+    """What there is of rows; answered by `Done` + an encoded list of `Surveyed`, one for each fragment."""
+
+    count: int
+    fragments: list[int]
+    hashed: bool
+
+
+class Surveyed(msgspec.Struct):
+    rows: int
+    nbytes: int
+    moved: int
+    """How often this copy has moved a row."""
+    sha256: bytes
+
+
 class Summed(msgspec.Struct, tag=True):
     """From a primary: the sum at a point is complete + bytes."""
 
@@ -155,7 +213,7 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | KeySaid
+    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | RowPush | Advance | KeySaid
 
 
 class State(msgspec.Struct, tag=True):
@@ -265,6 +323,7 @@ class Tail(msgspec.Struct, tag=True):
     """Of all pushes."""
 
 
+OfRows = Rows | RowPush | Advance | Survey
 Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
 
 
@@ -280,7 +339,7 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | KeyCall
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | OfRows | KeyCall
 
 
 Call = Asked | Copy | Outline

@@ -3,7 +3,7 @@
 - A row that nobody has updated is not there. It reads as its initial value, a pure function of (seed, id): the same on
   any server and after any failure. Reading never changes a table, so a read can be repeated, or answered by a backup.
 - A row begins with its first update. With `admit=k` it begins with its k-th: before, its updates are counted and their
-  gradients dropped. A count costs about 30 bytes.
+  gradients dropped. A count costs about 40 bytes.
 - `expire(step, after)` forgets rows and counts that no update has touched for that many steps; their memory is used again.
 - Ids lie in a space of `PLACES` places, at random and always at the same one. A server holds a range of places; a range is
   copied by `chunks` and `restore`, and dropped by `drop`.
@@ -83,8 +83,11 @@ class Rows:
             found[some] = self.initial(ids[some])
         return found
 
-    def update(self, ids: Ids, gradients: Block, optimizer: RowOptimizer, now: int) -> None:
-        """One step of these rows, at step `now` of the run. The ids must be distinct (`coalesce`)."""
+    def update(
+        self, ids: Ids, gradients: Block, optimizer: RowOptimizer, now: int, known_distinct: bool = False
+    ) -> None:
+        """One step of these rows, at step `now` of the run. The ids must be distinct (`coalesce`); that is looked at, unless
+        the caller knows it."""
         if type(optimizer) is not self._kind or gradients.shape != (len(ids), self.dim):
             raise MismatchError(
                 f"this table takes {self._kind.__name__} gradients of shape ({len(ids)}, {self.dim}) for {len(ids)} ids; an "
@@ -92,7 +95,8 @@ class Rows:
             )
         numbers = self._index.find(ids)
         missing = np.flatnonzero(numbers < 0)
-        self._check_distinct(ids[missing], numbers)
+        if not known_distinct:
+            self._check_distinct(ids[missing], numbers)
         if len(missing):
             admitted = missing[self._admitted(ids[missing], now)]
             numbers[admitted] = self._begin(ids[admitted], optimizer)

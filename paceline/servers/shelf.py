@@ -3,18 +3,22 @@ server (`copying`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from paceline.servers.carried import DTYPES
 from paceline.servers.clocks import parse
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
 from paceline.servers.held import Held, Said, as_bytes
+from paceline.servers.held_rows import HeldRows
 from paceline.servers.lines import Line
 from paceline.servers.messages import (
+    Advance,
     Apply,
     Asking,
     Begin,
@@ -31,16 +35,22 @@ from paceline.servers.messages import (
     Part,
     Pull,
     Push,
+    RowPush,
+    Rows,
     Sealed,
     Stage,
     State,
     Summed,
+    Survey,
+    Surveyed,
     Total,
     Turn,
     Unheard,
     Value,
 )
 from paceline.servers.registry import Answer, Registry
+from paceline.servers.row_optimizers import Block
+from paceline.servers.tables import FRAGMENTS, packed_size
 
 Copied = Said | Noted | Notes
 
@@ -73,7 +83,7 @@ class Shelf(Copying[Any]):
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answered:
         match call:
-            case Lay() | Value() | Apply() | Stage() | Notes():
+            case Lay() | Value() | Apply() | Stage() | Notes() | RowPush() | Advance():
                 self._hear(call, body)
             case Part():
                 self._part(call, body)
@@ -89,6 +99,10 @@ class Shelf(Copying[Any]):
             case State(fragment):
                 with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
+            case Rows():
+                return Done(), [row.reshape(-1).view(np.uint8).data for row in self._gathered(call, body)]
+            case Survey():
+                return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call)))),)
         return Done(), ()
 
     def _hear(self, said: Said | Notes, body: memoryview) -> None:
@@ -132,6 +146,29 @@ class Shelf(Copying[Any]):
             value: torch.Tensor = held.value
             return value.clone() if self._drawing.slots else value
 
+    def _gathered(self, asked: Rows, body: memoryview) -> Iterator[Block]:
+        """One fragment at a time: the next may still wait for its update."""
+        at = 0
+        for fragment in asked.fragments:
+            size = packed_size(body[at:], dim=0)
+            with self._rows_at(fragment, asked.count) as held:
+                yield held.gather(body[at : at + size])
+            at += size
+
+    def _surveyed(self, asked: Survey) -> Iterator[Surveyed]:
+        for fragment in asked.fragments:
+            with self._rows_at(fragment, asked.count) as held:
+                yield held.survey(asked.hashed)
+
+    @contextmanager
+    def _rows_at(self, fragment: int, count: int) -> Iterator[HeldRows]:
+        """A fragment of rows, once so many updates are in it."""
+        with self._locked([fragment]) as (held,):
+            if not isinstance(held, HeldRows):
+                raise ValueError(f"fragment {fragment} has no rows")
+            self._await(fragment, held, lambda: held.version >= count)
+            yield held
+
     def _register(self, call: Asking, body: memoryview) -> Answered:
         """What is asked of the register: it may have to wait, and be considered again whenever that has changed."""
         assert self._drawing is not None
@@ -153,14 +190,14 @@ class Shelf(Copying[Any]):
 
     def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply, Noted, Notes)):
+        if isinstance(message, (Lay, Apply, Noted, Notes, Advance)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
             held = self._made(fragment)
             if isinstance(held, Registry):
                 raise ValueError("there are no values in the register")
-            size = held.value.nbytes
+            size = held.length(message, body[at:])
             bodies[fragment] = body[at : at + size]
             at += size
         if at != len(body):
@@ -180,13 +217,16 @@ class Shelf(Copying[Any]):
 
     def _joined(self, said: Copied, bodies: Sequence[memoryview]) -> Sequence[memoryview]:
         """What is said of all fragments together has one body."""
-        return bodies[:1] if isinstance(said, Apply) else bodies
+        return bodies[:1] if isinstance(said, (Apply, Advance)) else bodies
 
-    def _new(self, fragment: int, since: int) -> Held | Registry:
+    def _new(self, fragment: int, since: int) -> Held | HeldRows | Registry:
         drawing = self._drawing
-        if drawing is None or not 0 <= fragment < len(drawing.fragments) + bool(drawing.slots):
+        if drawing is None or not 0 <= fragment < drawing.first_row_fragment + FRAGMENTS * len(drawing.tables):
             raise ValueError(f"there is no fragment {fragment}")
-        if fragment == len(drawing.fragments):
+        if fragment >= drawing.first_row_fragment:
+            table = (fragment - drawing.first_row_fragment) // FRAGMENTS
+            return HeldRows(table, drawing.tables[table], since)
+        if fragment >= len(drawing.fragments):
             return Registry(parse(drawing.mode), drawing.slots, since)
         found = drawing.fragments[fragment]
         return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
 from paceline.servers.peers import stretch
 from paceline.servers.pieces import Piece
+from paceline.servers.tables import FRAGMENTS, NOMINAL_BYTES, Table
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
 
@@ -27,7 +28,15 @@ from paceline.tensors.layout import Layout
 class Stock:
     """`mode` and `slots` are for workers that run at their own pace: see `Drawing`."""
 
-    def __init__(self, holders: Holders, replica: Replica, layout: Layout, mode: str = "ps", slots: int = 0) -> None:
+    def __init__(
+        self,
+        holders: Holders,
+        replica: Replica,
+        layout: Layout,
+        mode: str = "ps",
+        slots: int = 0,
+        tables: Sequence[Table] = (),
+    ) -> None:
         self._holders, self._replica, self._layout = holders, replica, layout
         params, optimizers = replica.params, replica.optimizers
         self.fragments: tuple[Fragment, ...] = cut(layout, len(params))
@@ -42,7 +51,9 @@ class Stock:
         dtypes = [str(dtype) for dtype, _ in layout.flats]
         sizes = [fragment.nbytes(layout) for fragment in self.fragments]
         register = [1] if slots else []
-        holders.place(Drawing(list(self.fragments), dtypes, self.carried, mode, slots), [*sizes, *register])
+        rows = [NOMINAL_BYTES] * FRAGMENTS * len(tables)
+        drawing = Drawing(list(self.fragments), dtypes, self.carried, mode, slots, list(tables))
+        holders.place(drawing, [*sizes, *register, *rows])
 
     def lay(self, count: int, register: bytes | None = None) -> None:
         """Give the servers the values and the optimizers' state, after so many optimizer steps; and the register, if there

@@ -8,14 +8,18 @@ worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from paceline.embedding import tables_of
 from paceline.errors import UsageError
 from paceline.hooks import Hook
 from paceline.replica import Replica
@@ -25,10 +29,10 @@ from paceline.servers.fragments import cut
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Update, Value
 from paceline.servers.peers import ServedPeers, Sums, stretch
-from paceline.servers.register import Register
 from paceline.servers.stock import Stock
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled, Seat
+from paceline.strategies.rows import ServedRows, check_tables
 from paceline.tensors.fetched import Fetch, Fetched
 from paceline.tensors.peers import Peers, TermEnded, Watch
 from paceline.tensors.reduce import Outcome
@@ -52,6 +56,9 @@ class ParameterServers(AllReduce):
         self._flat = False
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
+        self._tables = tables_of(replica.models)
+        check_tables(self._tables, replica, scaled)
+        self._rows = ServedRows(self._tables, self._holders)
         super().attach(replica, self._served_by(peers), mean, scaled)
         for number, optimizer in enumerate(replica.optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))
@@ -63,7 +70,9 @@ class ParameterServers(AllReduce):
         super()._build()
         layout = self._reducer.layout
         if self._stock is None:
-            self._stock = Stock(self._holders, self._replica, layout)
+            tables = [embedding.table for embedding in self._tables]
+            self._stock = Stock(self._holders, self._replica, layout, tables=tables)
+            self._rows.begin(len(self._stock.fragments))
         elif cut(layout, len(self._replica.params)) != self._stock.fragments:
             raise UsageError(
                 "a frozen parameter has become trainable, and the servers do not have it: with --strategy ps all that will "
@@ -94,21 +103,29 @@ class ParameterServers(AllReduce):
 
     def lay(self) -> None:
         self._at_servers.lay(self._count)
+        self._rows.lay()
 
     def begin(self) -> None:
         """The servers have everything. What they hold need not be what a newcomer was given: the script may have changed
         its weights since the last optimizer step."""
         self._at_servers.pull_all(self._count)
         self._at_servers.empty_optimizers()
+        self._rows.laid()
 
     def capture(self) -> dict[str, Any]:
-        return {"count": self._count}
+        return {"count": self._count, "rows": self._rows.capture()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
+        self._rows.restore(state["rows"])
 
-    def whole(self) -> AbstractContextManager[Register | None]:
-        return self._at_servers.optimizers_filled()
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        with self._at_servers.optimizers_filled(), self._rows.whole():
+            yield
+
+    def report(self) -> dict[str, Any]:
+        return self._rows.facts()
 
     # a step
 
@@ -119,15 +136,31 @@ class ParameterServers(AllReduce):
     def open(self, point: Point, plan: Plan, flat: bool) -> None:
         self._served.at, self._flat = (point.step, point.call), flat
         super().open(point, plan, flat)
+        if not flat:
+            self._rows.open()
+
+    def fold(self, leaf: int) -> None:
+        self._rows.fold(leaf, self._weight)
+        super().fold(leaf)
+
+    def drop(self) -> None:
+        self._rows.drop()
+        super().drop()
+
+    def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
+        self._rows.send()
+        rows = super().commit(point, key, lanes)
+        self._rows.met(self._sums.divisors[point.call])
+        return rows
 
     def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
         self._served.at = (point.step, point.call)
         return super().carry_on(point, plan, kept)
 
     def _give_back(self, outcome: Outcome) -> None:
-        params, call = self._replica.params, self._served.at[1]
-        served = self._served
-        fetch = Fetch(lambda: self._bring(served, call))
+        params, (step, call) = self._replica.params, self._served.at
+        served, divisor = self._served, outcome.divisor
+        fetch = Fetch(lambda: self._bring(served, step, call, divisor))
         # What others than the script look at is there at once.
         cast = any(param.dtype != view.dtype for param, view in zip(params, outcome.views, strict=False))
         if cast or outcome.sparse or self._old or self._flat or self._replica.device.type != "cpu":
@@ -139,8 +172,8 @@ class ParameterServers(AllReduce):
                 if not fetch.done:
                     param.grad = Fetched.over(outcome.views[index], fetch)
 
-    def _bring(self, served: ServedPeers, call: int) -> None:
-        served.fetch(call)
+    def _bring(self, served: ServedPeers, step: int, call: int, divisor: float) -> None:
+        served.fetch(step, call, divisor)
         layout = self._reducer.layout
         self._pristine[call] = layout.views([flat.clone() for flat in self._sums.totals.of(call)])
 
@@ -234,6 +267,7 @@ class ParameterServers(AllReduce):
                 [params[k].data for k in self._grads], [self._at_servers.value_of[k] for k in self._grads]
             )
         self._grads = {}
+        self._rows.advance()
 
     def _while_pulling(self, seconds: float) -> None:
         """Another worker is gone, and with it perhaps what it should have sent: everybody has the same."""

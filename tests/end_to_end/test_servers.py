@@ -177,6 +177,12 @@ def test_two_optimizers_behind_one_reduce_point(tmp_path: Path, alone: Alone) ->
     assert result.weights == want
 
 
+def test_gradients_that_are_accumulated_over_steps(tmp_path: Path, alone: Alone) -> None:
+    body = BODY.replace("optimizer.step();", "if run.step % 3 == 1: continue\n        optimizer.step();")
+    want = alone(tmp_path, HEAD + body, slots=2).weights
+    assert launch(tmp_path, HEAD + body, "-n", "2", "--slots", "2", "--strategy", "ps", name="ps").weights == want
+
+
 def test_a_flat_loop(tmp_path: Path, alone: Alone) -> None:
     flat = HEAD + flattened(BODY)
     want = alone(tmp_path, HEAD + BODY, slots=2).weights
