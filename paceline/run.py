@@ -406,6 +406,8 @@ class Run:
         """All workers meet here."""
         if self._stepper is not None:
             checks.between_points(self._stepper, what, self._strategy.free)
+        if self._feeding.turns is not None:
+            self._feeding.turns.come_together()
         self._session.at = what
 
     def _warn(self, text: str) -> None:

@@ -41,6 +41,7 @@ class Turns:
         self._session, self._slots = run._session, run.settings.slots
         self._steps, self._written = 0, 0
         """Whole steps of the run, and those whose receipts this worker has seen to."""
+        self._left = False
         self._schedules = [Schedule(item) for item in run._replica.schedulers if isinstance(item, LRScheduler)]
 
     # newcomers
@@ -88,7 +89,7 @@ class Turns:
 
     def over_steps(self, count: int) -> Iterator[int]:
         """For scripts that draw their own batches."""
-        with closing(self._numbers(count, 1, OWN_DRAWS)) as numbers:
+        with closing(self._numbers(max(0, count - self._stepper.step), 1, OWN_DRAWS)) as numbers:
             for number, first, _ in numbers:
                 step, slot = divmod(number, self._slots)
                 self._stepper.mine = [slot]
@@ -100,6 +101,7 @@ class Turns:
     def _numbers(self, steps: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
         """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
         run, strategy, stepper = self._run, self._strategy, self._stepper
+        self.come_together()
         limit = run.settings.steps
         steps = min(steps, max(0, limit - stepper.step)) if limit else steps
         begun = strategy.begin_stretch(
@@ -114,13 +116,10 @@ class Turns:
         try:
             while True:
                 self._session.row.enter(Phase.DATA)
-                code = run._stopping.code(self._steps, run.metrics)
-                written = self._in_file if run.is_main else -1
                 start = time.perf_counter()
-                turned = strategy.turn(want, delivered, code, written)
+                turned = self._turn(want, delivered)
                 stepper.split.wait += time.perf_counter() - start
                 stepper.split.total += time.perf_counter() - start
-                self._note(turned, written >= 0)
                 if not turned.numbers:
                     break
                 fresh = [number for number in turned.numbers if number not in known]
@@ -132,7 +131,7 @@ class Turns:
         except GeneratorExit:
             self._leave()
             raise
-        self._over(turned, steps)
+        self._over(turned)
 
     def _micro_batch(
         self, number: int, step: int, part: float, batch: Batch | None, value: Any, since: float
@@ -161,11 +160,15 @@ class Turns:
                 "fewer slots instead of accumulating"
             )
 
-    def _note(self, turned: Turned, main: bool) -> None:
-        """How far the run has come; who was main when it asked has got receipts to write."""
+    def _turn(self, want: int, delivered: list[Delivered], leaves: bool = False) -> Turned:
+        """What comes next, and how far the run has come; who was main when it asked has got receipts to write."""
+        run, main = self._run, self._run.is_main
+        code = run._stopping.code(self._steps, run.metrics)
+        turned = self._strategy.turn(want, delivered, code, self._in_file if main else -1, leaves)
         self._steps, self._stepper.samples = turned.steps, turned.samples
         if main:
             self._write(turned.receipts, turned.steps)
+        return turned
 
     def settle(self, register: Register) -> None:
         """For a checkpoint: the run is where the register says, and the receipts up to there are written."""
@@ -188,7 +191,7 @@ class Turns:
 
     def collect(self) -> None:
         """Main's, between stretches: receipts that nobody was main for."""
-        self._note(self._strategy.turn(0, [], written=self._in_file, leaves=True), main=True)
+        self._turn(0, [], leaves=True)
 
     def _leave(self) -> None:
         """The script has left the loop: others do the rest."""
@@ -197,16 +200,21 @@ class Turns:
         if stepper.active:
             stepper.end_turn(self._steps)
         with suppress(PacelineError):  # it may be on its way out because the run ends
-            turned = self._strategy.turn(0, delivered, leaves=True)
-            self._note(turned, main=False)
-            self._rest(turned.steps)
+            self._strategy.turn(0, delivered, leaves=True)
+        self._left = True
+
+    def come_together(self) -> None:
+        """The script has left a stretch before its end: wait until the others have come to it, or have left it too."""
+        if self._left:
+            self._left = False
+            self._over(self._turn(0, []))
 
     def _rest(self, steps: int) -> None:
         self._stepper.step = steps
         for schedule in self._schedules:
             schedule.rest(steps)
 
-    def _over(self, turned: Turned, steps: int) -> None:
+    def _over(self, turned: Turned) -> None:
         run, stepper = self._run, self._stepper
         self._strategy.end_stretch(turned)
         self._rest(turned.steps)

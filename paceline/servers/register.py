@@ -101,6 +101,8 @@ class Register(msgspec.Struct):
     """Pushes that some server may not have heard of."""
     trainers: list[int] = []
     """Who has entered and is not gone."""
+    left: list[int] = []
+    """Of these, whose scripts have left the stretch before its end."""
     gone: list[int] = []
     clocks: Kept = msgspec.field(default_factory=Kept)
     open: dict[int, Receipt] = {}
@@ -125,12 +127,13 @@ class Register(msgspec.Struct):
         self.stretch, self.total, self.first = stretch, total, self.steps
         self.epoch, self.loader = epoch, loader
         self.fresh, self.back, self.held, self.calls, self.open = 0, [], {}, {}, {}
-        self.done = Applied()
+        self.done, self.left = Applied(), []
 
     @property
     def over(self) -> bool:
         """Whether there is nothing more to do in this stretch."""
-        if self.stop and not any(self.held.values()):
+        nobody = bool(self.trainers) and set(self.trainers) <= set(self.left)
+        if (self.stop or nobody) and not any(self.held.values()):
             return True
         return self.done.done(self.stretch, self.total)
 

@@ -130,6 +130,8 @@ class Registry:
         if turn.stop and not register.stop:
             register.stop, register.stopper = turn.stop, worker
         register.written(turn.written)
+        if turn.leaves and worker not in register.left:
+            register.left = [*register.left, worker]
         if register.stop or turn.leaves:
             register.give_back(worker)
         numbers = [] if turn.leaves else register.lease(worker, turn.want)

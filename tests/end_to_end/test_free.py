@@ -105,6 +105,14 @@ def test_a_schedule_follows_the_steps_of_the_run_and_all_end_with_the_same_weigh
     assert done.summary["steps"] == 8 and done.summary["samples"] == 192
 
 
+def test_a_loop_that_is_left_early_is_left_by_all_before_they_meet(tmp_path: Path) -> None:
+    script = TRAINS.replace("seen.append(run.step)", "seen.append(run.step)\n        if len(seen) % 3 == 0: break")
+    script = script[: script.index("assert scheduler.last_epoch")]
+    done = launch(tmp_path, script, "-n", "2", "--servers", "1", "--strategy", "async", "--slots", "2")
+    assert done.code == 0, done.err
+    assert done.summary["epochs"] == 2
+
+
 def test_a_run_of_one_needs_no_server_process(tmp_path: Path) -> None:
     import subprocess
 
