@@ -22,6 +22,7 @@ from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
+from paceline.data.receipts import Tally
 from paceline.errors import PacelineError, UsageError
 from paceline.feeding import Feeding
 from paceline.hooks import Hook
@@ -296,8 +297,7 @@ class Run:
         precision = self._precision
         peers = self.terms.peers
         if self._strategy.at_servers:
-            seat = Seat(self._session.worker, self.settings.slots, self._session.lost, self._session.check_run)
-            self._strategy.reach(self._session.servers(), self._session, seat)
+            self._strategy.reach(self._session.servers(), self._session, self._seat())
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
         self.terms.on_peers = [self._strategy.meet, stepper.meet]
@@ -318,6 +318,15 @@ class Run:
             for model in self._replica.models:
                 model.register_forward_pre_hook(Hook(stepper.flat.before_forward))
         return stepper
+
+    def _seat(self) -> Seat:
+        session = self._session
+
+        def tally(leaf: int) -> Tally:
+            assert self._stepper is not None
+            return self._stepper.tally_of(leaf)
+
+        return Seat(session.worker, self.settings.slots, session.lost, session.check_run, lambda: session.view, tally)
 
     # stopping
 

@@ -21,6 +21,8 @@ import msgspec
 
 from paceline.errors import UsageError
 
+BEHIND = 3
+"""Where shares are computed twice, a worker may be so many steps behind the others: servers keep what it still asks for."""
 _SMOOTH = 0.5
 """The weight of the last step in a worker's pace. Single slow steps mislead a prediction from the last one alone."""
 
@@ -66,6 +68,7 @@ Mode = Sync | Async | Bounded | Adaptive | Backup
 
 _MODES: dict[str, tuple[type[Mode], int, str]] = {
     "ps": (Sync, 0, "ps"),
+    "central": (Sync, 0, "central"),
     "async": (Async, 0, "async"),
     "ssp": (Bounded, 1, "ssp:3, for at most 3 pushes ahead of the slowest worker"),
     "dssp": (Adaptive, 2, "dssp:1,8, for 1 to 8 pushes ahead of the slowest worker"),

@@ -21,11 +21,12 @@ from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.carried import DTYPES
-from paceline.servers.clocks import parse
+from paceline.servers.clocks import BEHIND, Backup, parse
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.holders import NOWHERE
 from paceline.servers.lines import Line, moved
 from paceline.servers.messages import (
+    Abreast,
     Apply,
     Asked,
     Asking,
@@ -34,11 +35,15 @@ from paceline.servers.messages import (
     Copy,
     Done,
     Drawing,
+    Ended,
     Enter,
     Go,
     Hold,
+    Lacking,
+    Lacks,
     Lay,
     Lost,
+    Meet,
     Moved,
     Noted,
     Notes,
@@ -54,6 +59,7 @@ from paceline.servers.messages import (
     Turn,
     Unheard,
     Value,
+    Word,
 )
 from paceline.servers.registry import Answer, Registry
 
@@ -245,8 +251,17 @@ class Shelf:
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answer:
         match call:
-            case Lay() | Value() | Apply() | Stage() | Notes():
+            case Lay() | Value() | Apply() | Stage() | Notes() | Word():
                 self._hear(call, body)
+            case Ended():
+                self._hear(call, body)
+                with self._locked(call.fragments) as (held,):
+                    return Done(held.point(call).ended >= call.term), ()
+            case Meet() | Abreast():
+                return self._meet(call)
+            case Lacking(fragments=fragments):
+                with self._locked(fragments) as helds:
+                    return Lacks(sorted({leaf for held in helds for leaf in held.point(call).lacking()})), ()
             case Part():
                 self._part(call, body)
             case Sealed():
@@ -282,10 +297,13 @@ class Shelf:
             complete: dict[int, tuple[Held, memoryview]] = {}
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
-                total = point.total if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
+                total = point.total
+                if total is None:
+                    total = point.add((part.a, part.b), held.read(bodies[k]), part.lanes)
                 if total is not None:
                     complete[k] = held, as_bytes(total)
-            summed = Summed(part.step, part.call, part.leaves, list(complete))
+            agreed = complete[0][0].agreement(part) if 0 in complete else b""
+            summed = Summed(part.step, part.call, part.leaves, list(complete), agreed)
             self._tell(summed, {k: sums for k, (_, sums) in complete.items()})
             for held, sums in complete.values():
                 held.do(summed, sums)
@@ -296,12 +314,26 @@ class Shelf:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
             return bool(held.sealed(asked.step, asked.call))
 
+    def _meet(self, asked: Meet | Abreast) -> Answer:
+        with self._locked([0]) as (held,):
+            if isinstance(asked, Abreast):
+                words = held.words
+
+                def there() -> bool:
+                    return all(worker in words and words[worker].step >= asked.step for worker in asked.workers)
+
+                return Done(held.changed.wait_for(there, _LOOK_S)), ()
+            if asked.wait:
+                point = held.point(asked)
+                self._await(0, held, lambda: point.total is not None or point.ended >= asked.term)
+            return held.met(asked), ()
+
     def _pulled(self, fragment: int, version: int) -> torch.Tensor:
         """Where workers step together nobody changes it before this one has brought its part of the next step."""
         assert self._drawing is not None
         with self._locked([fragment]) as (held,):
             self._await(fragment, held, lambda: held.version >= version)
-            value: torch.Tensor = held.value
+            value: torch.Tensor = held.values(version)
             return value.clone() if self._drawing.slots else value
 
     def _register(self, call: Asking, body: memoryview) -> Answer:
@@ -344,7 +376,7 @@ class Shelf:
 
     def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply, Noted, Notes)):
+        if isinstance(message, (Lay, Apply, Noted, Notes, Word, Ended)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
@@ -378,10 +410,15 @@ class Shelf:
                 since = _since(self._layout, fragment, self._number)
                 if fragment < len(drawing.fragments):
                     found = drawing.fragments[fragment]
-                    self._held[fragment] = Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)
+                    dtype, behind = DTYPES[drawing.flats[found.flat]], BEHIND if _is_backup(drawing) else 0
+                    self._held[fragment] = Held(found, dtype, drawing.optimizers, since, behind)
                 else:
                     self._held[fragment] = Registry(parse(drawing.mode), drawing.slots, since)
             return self._held[fragment]
+
+
+def _is_backup(drawing: Drawing) -> bool:
+    return isinstance(parse(drawing.mode), Backup)
 
 
 def _since(layout: Placed, fragment: int, server: int) -> int:

@@ -37,6 +37,8 @@ from paceline.tensors.tree import Plan
 
 class ParameterServers(AllReduce):
     at_servers = True
+    mode = "ps"
+    """As the servers are told it."""
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
@@ -63,7 +65,7 @@ class ParameterServers(AllReduce):
         super()._build()
         layout = self._reducer.layout
         if self._stock is None:
-            self._stock = Stock(self._holders, self._replica, layout)
+            self._stock = Stock(self._holders, self._replica, layout, self.mode)
         elif cut(layout, len(self._replica.params)) != self._stock.fragments:
             raise UsageError(
                 "a frozen parameter has become trainable, and the servers do not have it: with --strategy ps all that will "
@@ -76,14 +78,14 @@ class ParameterServers(AllReduce):
         return self._stock
 
     def _served_by(self, peers: Peers) -> ServedPeers:
-        def check(seconds: float) -> None:
-            for rank in range(peers.size):
-                if rank != peers.rank:
-                    self._watch.check(seconds, rank)
-
-        self._check = check
-        self._served = ServedPeers(peers, self._holders, lambda: self._at_servers.fragments, self._sums, check)
+        self._check = partial(self._check_all, peers)
+        self._served = ServedPeers(peers, self._holders, lambda: self._at_servers.fragments, self._sums, self._check)
         return self._served
+
+    def _check_all(self, peers: Peers, seconds: float) -> None:
+        for rank in range(peers.size):
+            if rank != peers.rank:
+                self._watch.check(seconds, rank)
 
     def meet(self, peers: Peers) -> None:
         at = self._served.at
