@@ -55,7 +55,7 @@ class Point:
         self.ended = 0
         """The term that is over at this point."""
 
-    def add(self, part: Range, body: torch.Tensor, lanes: bytes) -> torch.Tensor | None:
+    def add(self, part: Range, body: torch.Tensor, lanes: bytes = b"") -> torch.Tensor | None:
         """A part has come; the sum, if it is complete by that."""
         match self._parts.add(part):
             case New(drops):

@@ -137,7 +137,7 @@ def together(world: World, count: int) -> list[Worker]:
     def work(rank: int) -> None:
         try:
             strategy = ParameterServers()
-            strategy.reach(world, Nobody())  # type: ignore[arg-type]
+            strategy.reach(world, Nobody(), None)  # type: ignore[arg-type]
             worker = Worker(strategy, Member(table, rank))
             workers.append(worker)
             worker.train()
