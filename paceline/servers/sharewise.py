@@ -46,8 +46,6 @@ class Hand:
     """What a worker has in hand for one point, whoever its peers are."""
 
     leaves: int
-    late: bool
-    """Whether the point may be met already when this worker comes to it."""
     patience: float
     """Who has waited so many seconds computes what is missing."""
     rows: dict[int, bytes] = field(default_factory=dict)
@@ -56,15 +54,8 @@ class Hand:
     sent: set[int] = field(default_factory=set)
     spoken: bool = False
     unanswered: list[Future[Reply]] = field(default_factory=list)
-    met: Future[Reply] | None = None
-    """The answer to `Meet`, when it comes."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the sum is known to be complete: no share is needed any more."""
-        if self.met is None or not self.met.done() or self.met.exception() is not None:
-            return False
-        return isinstance(self.met.result().message, Met) and bool(self.met.result().message.agreed)
+    met: Met | None = None
+    """What the point has come to, once its sum is known to be complete: no share is needed any more."""
 
     def say_again(self) -> None:
         """Something has moved."""
@@ -77,26 +68,25 @@ class SharewisePeers(ServedPeers):
     def __init__(self, *arguments: Any, seat: Seat) -> None:
         super().__init__(*arguments)
         self.own_rank, self._seat = self.rank, seat
-        self._hand = Hand(0, late=False, patience=0.0)
+        self._hand = Hand(0, patience=0.0)
 
     def take_up(self, hand: Hand) -> None:
         """A point begins, or goes on in another term."""
         self._hand = hand
-        if self.size > 1:  # alone it would wait for itself
-            self._holders.through(self._look_ahead)
 
-    def _look_ahead(self) -> None:
-        """Ask for what will come of the point, to know at once when it is over; whoever is late finds out now."""
-        hand = self._hand
-        if hand.late:
-            hand.met = self._ask(wait=False)
-            self._holders.wait([hand.met])
-        if not hand.over:
-            hand.met = self._ask(wait=True)
+    def look(self) -> bool:
+        """Whether the point is met already. By the line on which nothing ever waits."""
 
-    def _ask(self, wait: bool) -> Future[Reply]:
-        meet = Meet(*self.at, self._hand.leaves, self._seat.view().term, wait)
-        return self._holders.back([_FIRST], meet)
+        def attempt() -> Met:
+            met: Met = self._holders.wait([self._holders.out([_FIRST], self._asking(wait=False))])[0].message
+            return met
+
+        met = self._holders.through(attempt)
+        self._hand.met = met if met.agreed else None
+        return bool(met.agreed)
+
+    def _asking(self, wait: bool) -> Meet:
+        return Meet(*self.at, self._hand.leaves, self._seat.view().term, wait)
 
     def parts(self) -> Parts:
         """Memory for the share in hand."""
@@ -117,7 +107,7 @@ class SharewisePeers(ServedPeers):
         if hand.word is not None and not hand.spoken:
             hand.unanswered.append(self._holders.out([_FIRST], hand.word))
             hand.spoken = True
-        if not hand.over:
+        if hand.met is None:
             self._send(leaf for leaf in hand.rows if leaf not in hand.sent)
 
     def _send(self, leaves: Iterable[int]) -> None:
@@ -136,7 +126,8 @@ class SharewisePeers(ServedPeers):
             hand.sent.add(leaf)
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
-        """The rows of the shares, in their order; `agreed` has the words."""
+        """The rows of the shares, in their order. `agreed` has the words, and `steps` says to which one each worker had come
+        when this one came."""
         first = True
 
         def attempt() -> Agreed:
@@ -160,15 +151,14 @@ class SharewisePeers(ServedPeers):
         self._tell()
         self._holders.wait(hand.unanswered)
         hand.unanswered = []
-        if hand.met is None:
-            hand.met = self._ask(wait=True)
+        asked = self._holders.back([_FIRST], self._asking(wait=True))
         sums = [self._holders.back(mine, Sealed(*self.at, mine, wait=True)) for mine in self._holders.of_each()]
-        self._holders.wait([hand.met], self._while_open)
-        met: Met = hand.met.result().message
+        met: Met = self._holders.wait([asked], self._while_open)[0].message
         if not met.agreed:
             raise TermEnded(f"the term is over at step {self.at[0]}")
         self._holders.wait(sums, self._while_sealed)
         self._await_the_last(met.steps)
+        self.steps = met.steps
         return msgspec.msgpack.decode(met.agreed, type=Agreed)
 
     def _while_open(self, seconds: float) -> None:

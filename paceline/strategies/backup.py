@@ -77,31 +77,32 @@ class Backups(ParameterServers):
         mine = plan.leaves_of(self._shares.own_rank)
         self._shares.at = (point.step, point.call)
         patience = max(_PATIENCE_S, _PATIENT_SHARES * self._own_s)
-        self._hand = Hand(plan.leaves, self._late, patience)
+        self._hand = Hand(plan.leaves, patience)
         self._shares.take_up(self._hand)
         self._shares.rank = plan.leaves  # none yet
         self._singles = _singles(plan.leaves)
         super().open(point, self._singles, flat)
         self._last_leaf = mine[-1] if mine else -1
-        self._extra = self._doubled(plan)
+        twice = self._doubled(plan)
+        self._extra = list(twice.get(self._seat.worker, ()))
+        self._expected_late = any(leaf in mine for extra in twice.values() for leaf in extra)
 
-    def _doubled(self, plan: Plan) -> list[int]:
-        """The shares that this worker computes too."""
+    def _doubled(self, plan: Plan) -> dict[int, tuple[int, ...]]:
+        """The shares that each worker computes too."""
         members = self._seat.view().members
         assert isinstance(self._backup, Backup)
         if any(member not in self._seconds for member in members):
-            return []
+            return {}
         slots = {member: plan.leaves_of(rank) for rank, member in enumerate(members)}
-        seconds = {member: self._seconds[member] for member in members}
-        return list(doubled(self._backup, seconds, slots).get(self._seat.worker, ()))
+        return doubled(self._backup, {member: self._seconds[member] for member in members}, slots)
 
     def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
-        self._hand.late, self._hand.met, self._extra = True, None, []
+        self._extra, self._late = [], True
         self._shares.take_up(self._hand)
         return [leaf for leaf in plan.leaves_of(self._shares.own_rank) if leaf not in self._hand.rows]
 
     def begin_share(self, leaf: int) -> bool:
-        if self._shown and (self._hand.over or leaf in self._hand.rows):
+        if self._shown and (leaf in self._hand.rows or self._is_over):
             return False
         self._shares.rank = leaf
         self._reducer.open(self._singles, LANES)
@@ -109,6 +110,11 @@ class Backups(ParameterServers):
             self._overlap.open(self._call)
         self._begun = time.monotonic()
         return True
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the point is met already; asked where that may well be."""
+        return self._hand.met is not None or (bool(self._late or self._hand.rows) and self._shares.look())
 
     def fold(self, leaf: int) -> None:
         ran = bool(self._weight)
@@ -125,7 +131,7 @@ class Backups(ParameterServers):
     def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
         hand = self._hand
         if hand.word is None:
-            self._late = hand.over
+            self._late = hand.met is not None or (self._expected_late and self._shares.look())
             said = list(map(int, lanes[: TALLY.start]))
             hand.word = Word(point.step, self._seat.worker, self._own_s, said, [0])
         extra, self._extra = self._extra, []
@@ -133,6 +139,7 @@ class Backups(ParameterServers):
             self._shares.tell_early()
             raise SharesWanted(extra)
         shares = super().commit(point, key, lanes)
+        self._late |= max(self._shares.steps.values()) > point.step
         return self._rows(point.step, lanes, shares)
 
     def _rows(self, step: int, lanes: Sequence[int], shares: NDArray[np.int64]) -> NDArray[np.int64]:

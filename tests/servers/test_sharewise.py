@@ -148,10 +148,10 @@ class Progress:
 class Doubling(Backups):
     """Who computes what twice is the test's to say."""
 
-    takes: Callable[[int], list[int]] = staticmethod(lambda step: [])
+    twice: dict[int, tuple[int, ...]]
 
-    def _doubled(self, plan: Plan) -> list[int]:
-        return self.takes(self._shares.at[0])
+    def _doubled(self, plan: Plan) -> dict[int, tuple[int, ...]]:
+        return self.twice
 
 
 class Worker:
@@ -216,6 +216,10 @@ def seat(rank: int, count: int) -> Seat:
     return Seat(rank, LEAVES, list, lambda: None, lambda: View(1, tuple(range(count))), lambda leaf: Tally(2, 1, leaf))
 
 
+def none(worker: Worker, rank: int) -> None:
+    worker.strategy.twice = {}  # type: ignore[attr-defined]
+
+
 def together(world: World, count: int, prepare: Callable[[Worker, int], None]) -> list[Worker]:
     table = Table(count)
     table.barrier = threading.Barrier(count, timeout=PATIENCE_S)
@@ -248,8 +252,7 @@ def test_nobody_waits_for_a_slow_worker_which_comes_to_the_same_weights_at_every
 
     def prepare(worker: Worker, rank: int) -> None:
         worker.begins = lambda step: progress.come(rank, step)
-        if rank == 0:
-            worker.strategy.takes = lambda step: [2]  # type: ignore[attr-defined]
+        worker.strategy.twice = {0: (2,)}  # type: ignore[attr-defined]
         if rank == 2:
             worker.linger = lambda step: progress.until(0, step + 2)
 
@@ -272,8 +275,7 @@ def test_the_others_wait_for_one_that_is_further_behind_than_servers_remember(un
 
     def prepare(worker: Worker, rank: int) -> None:
         worker.begins = lambda step: progress.come(rank, step)
-        if rank == 0:
-            worker.strategy.takes = lambda step: [2]  # type: ignore[attr-defined]
+        worker.strategy.twice = {0: (2,)}  # type: ignore[attr-defined]
         if rank == 2:
 
             def linger(step: int) -> None:
@@ -303,6 +305,7 @@ def test_a_share_that_does_not_come_is_computed_by_whoever_waits(
     world, progress = World(1, 2, 2, 0), Progress()
 
     def prepare(worker: Worker, rank: int) -> None:
+        none(worker, rank)
         worker.begins = lambda step: progress.come(rank, step)
         if rank == 2:
             worker.linger = lambda step: progress.until(0, 5) if step == 3 else None
@@ -321,7 +324,7 @@ def test_a_share_that_does_not_come_is_computed_by_whoever_waits(
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_bits_of_all_reduce_where_workers_carry_several_slots(count: int, undisturbed: list[str]) -> None:
     world = World(count, 2, 2, 0)
-    done = together(world, count, lambda worker, rank: None)
+    done = together(world, count, none)
     try:
         assert all(worker.weights == undisturbed for worker in done)
     finally:
