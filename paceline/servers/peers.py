@@ -106,11 +106,12 @@ class ServedPeers:
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         """Memory for the total, with the buffers' part in it; `fetch` brings the rest."""
         self._sums.divisors[call] = divisor
-        self.fetch(call, buffers=True)
+        self.fetch(self.at[0], call, divisor, buffers=True)
         return self._sums.totals.of(call)
 
-    def fetch(self, call: int, buffers: bool = False) -> None:
-        flats, divisor, holders = self._sums.totals.of(call), self._sums.divisors[call], self._holders
+    def fetch(self, step: int, call: int, divisor: float, buffers: bool = False) -> None:
+        """It may be the last step's: a script may leave its gradients to be added to."""
+        flats, holders = self._sums.totals.of(call), self._holders
         fragments = self._fragments()
         wanted = [number for number, fragment in enumerate(fragments) if fragment.buffers == buffers]
 
@@ -118,7 +119,7 @@ class ServedPeers:
             holders.wait(
                 holders.begin_fetch(
                     wanted,
-                    lambda batch: Total(self.at[0], call, divisor, batch),
+                    lambda batch: Total(step, call, divisor, batch),
                     lambda number: stretch(flats, fragments[number]),
                 )
             )

@@ -149,11 +149,10 @@ class SharewisePeers(ServedPeers):
         if again:
             hand.say_again()
         self._tell()
-        self._holders.wait(hand.unanswered)
-        hand.unanswered = []
         asked = self._holders.back([_FIRST], self._asking(wait=True))
         sums = [self._holders.back(mine, Sealed(*self.at, mine, wait=True)) for mine in self._holders.of_each()]
-        met: Met = self._holders.wait([asked], self._while_open)[0].message
+        met: Met = self._holders.wait([asked, *hand.unanswered], self._while_open)[0].message
+        hand.unanswered = []
         if not met.agreed:
             raise TermEnded(f"the term is over at step {self.at[0]}")
         self._holders.wait(sums, self._while_sealed)

@@ -102,7 +102,7 @@ class Backups(ParameterServers):
         return [leaf for leaf in plan.leaves_of(self._shares.own_rank) if leaf not in self._hand.rows]
 
     def begin_share(self, leaf: int) -> bool:
-        if self._shown and (leaf in self._hand.rows or self._is_over):
+        if self._shown and (leaf in self._hand.rows or self._is_over(leaf)):
             return False
         self._shares.rank = leaf
         self._reducer.open(self._singles, LANES)
@@ -111,10 +111,12 @@ class Backups(ParameterServers):
         self._begun = time.monotonic()
         return True
 
-    @property
-    def _is_over(self) -> bool:
+    def _is_over(self, leaf: int) -> bool:
         """Whether the point is met already; asked where that may well be."""
-        return self._hand.met is not None or (bool(self._late or self._hand.rows) and self._shares.look())
+        if self._hand.met is not None:
+            return True
+        likely = self._late or (bool(self._hand.rows) and leaf not in self._extra)
+        return likely and self._shares.look()
 
     def fold(self, leaf: int) -> None:
         ran = bool(self._weight)
@@ -134,8 +136,8 @@ class Backups(ParameterServers):
             self._late = hand.met is not None or (self._expected_late and self._shares.look())
             said = list(map(int, lanes[: TALLY.start]))
             hand.word = Word(point.step, self._seat.worker, self._own_s, said, [0])
-        extra, self._extra = self._extra, []
-        if extra:
+        extra = [leaf for leaf in self._extra if leaf not in hand.rows]
+        if extra and hand.met is None:
             self._shares.tell_early()
             raise SharesWanted(extra)
         shares = super().commit(point, key, lanes)

@@ -127,9 +127,8 @@ class ParameterServers(AllReduce):
         return super().carry_on(point, plan, kept)
 
     def _give_back(self, outcome: Outcome) -> None:
-        params, call = self._replica.params, self._served.at[1]
-        served = self._served
-        fetch = Fetch(lambda: self._bring(served, call))
+        params, (step, call) = self._replica.params, self._served.at
+        fetch = Fetch(partial(self._bring, self._served, step, call, outcome.divisor))
         # What others than the script look at is there at once.
         cast = any(param.dtype != view.dtype for param, view in zip(params, outcome.views, strict=False))
         if cast or outcome.sparse or self._old or self._flat or self._replica.device.type != "cpu":
@@ -141,8 +140,8 @@ class ParameterServers(AllReduce):
                 if not fetch.done:
                     param.grad = Fetched.over(outcome.views[index], fetch)
 
-    def _bring(self, served: ServedPeers, call: int) -> None:
-        served.fetch(call)
+    def _bring(self, served: ServedPeers, step: int, call: int, divisor: float) -> None:
+        served.fetch(step, call, divisor)
         layout = self._reducer.layout
         self._pristine[call] = layout.views([flat.clone() for flat in self._sums.totals.of(call)])
 
