@@ -24,7 +24,7 @@ def measure(strategy: str, options: argparse.Namespace) -> tuple[float, str]:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["-n", str(options.workers), "--servers", str(options.servers), "--strategy", strategy, "--name", "it"]
         fault = [] if options.slow == 1 else ["--fault", f"slow worker:2 x{options.slow}"]
-        arguments = [str(options.steps), str(options.share_ms)]
+        arguments = [str(options.steps), str(options.share_ms), str(options.hidden)]
         command = [sys.executable, "-m", "paceline", "run", "--runs", folder, "--show", "none", *flags, *fault]
         subprocess.run([*command, str(_SIDE), *arguments], check=True, stdout=subprocess.DEVNULL, timeout=170)
         run = Path(folder) / "it"
@@ -40,6 +40,9 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--slow", type=int, default=4, help="how many times as long worker 2 takes")
     parser.add_argument("--share-ms", type=float, default=20.0)
+    parser.add_argument(
+        "--hidden", type=int, default=16, help="units: from 200 on the servers' work shows on two cores"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

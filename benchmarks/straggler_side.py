@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
-STEPS, SHARE_S, WARM_UP, BATCH = int(sys.argv[1]), float(sys.argv[2]) / 1e3, 10, 64
+STEPS, SHARE_S, HIDDEN = int(sys.argv[1]), float(sys.argv[2]) / 1e3, int(sys.argv[3])
+WARM_UP, BATCH = 10, 64
 
 run = paceline.init(seed=3)
-model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 10))
+model = nn.Sequential(nn.Linear(32, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 generator = torch.Generator().manual_seed(7)
 count = BATCH * STEPS

@@ -68,11 +68,11 @@ Mode = Sync | Async | Bounded | Adaptive | Backup
 
 _MODES: dict[str, tuple[type[Mode], int, str]] = {
     "ps": (Sync, 0, "ps"),
-    "central": (Sync, 0, "central"),
     "async": (Async, 0, "async"),
     "ssp": (Bounded, 1, "ssp:3, for at most 3 pushes ahead of the slowest worker"),
     "dssp": (Adaptive, 2, "dssp:1,8, for 1 to 8 pushes ahead of the slowest worker"),
     "ps+backup": (Backup, 1, "ps+backup:1, for 1 slot that is computed twice"),
+    "central": (Sync, 0, "central"),
 }
 """name → (mode, how many numbers it takes, how it is written)."""
 
