@@ -36,7 +36,8 @@ bench: $(READY) ## The committed benchmarks (long)
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.step
 
-rehearse: $(READY) ## 200 random fault plans against a clean run (long: about half a minute a plan on 2 cores)
+rehearse: $(READY) ## 200 random fault plans against a clean run, and more seeds of the simulated one (long: about half a minute a plan on 2 cores)
+	ROUNDS=3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_terms.py tests/test_healing.py
 	$(BIN)/paceline rehearse --seeds 200 -n 4 --slots 12 --steps 420 benchmarks/rehearsed.py
 
 docs: $(READY) ## Check the documents: links, and the examples in them

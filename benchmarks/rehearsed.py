@@ -1,6 +1,8 @@
-"""What `make rehearse` trains: small, but with everything that could lose its place."""
+"""What `make rehearse` trains: small, but with everything that could lose its place. [sgd]: with momentum, for AdamW."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,9 @@ model = nn.Sequential(
     nn.ReLU(),
     nn.Linear(300, 5),
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+if sys.argv[1:] == ["sgd"]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 840)
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(1000, 20, generator=generator), torch.randint(0, 5, (1000,), generator=generator))

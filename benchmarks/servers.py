@@ -159,7 +159,10 @@ def beside(work: Work, turns: int) -> bool:
             try:
                 for _ in range(turns + 1):
                     theirs.append(sides[0].take_turn())
-                    mine.append(sorted(seconds(play) for _ in range(3))[1])
+                    with ExitStack() as stack:
+                        for side in sides:
+                            stack.enter_context(side.frozen())
+                        mine.append(sorted(seconds(play) for _ in range(3))[1])
             finally:
                 for side in sides:
                     side.end()

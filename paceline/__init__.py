@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from paceline.processor import mkl_branch
+
 if TYPE_CHECKING:
     from paceline.fitting import fit
     from paceline.run import Run, init
@@ -25,7 +27,7 @@ __all__ = ["PacelineError", "Run", "__version__", "fit", "init"]
 __version__ = "0.1.0"
 
 # MKL reads this at its first call; a run of one started by plain `python` must give the same bits.
-os.environ.setdefault("MKL_CBWR", "AVX2")
+os.environ.setdefault("MKL_CBWR", mkl_branch())
 
 _HOMES = {
     "init": "paceline.run",

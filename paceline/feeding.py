@@ -146,12 +146,10 @@ class Feeding:
                 if stepper.mine != aimed:
                     aimed = stepper.mine
                     feed.start(epoch, number, aimed)
-                drawn = self._draw(stepper, feed, epoch, number)
+                drawn = self._draw(stepper, feed_number, epoch, number)
                 if drawn is None:
                     break
-                batch, offered = drawn
-                stepper.begin(batch)
-                yield offered
+                yield drawn
                 stepper.end()
                 number += 1
                 self._positions[feed_number] = (epoch, number)
@@ -164,12 +162,12 @@ class Feeding:
         finally:
             feed.stop()
 
-    def _draw(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> tuple[Batch, Any] | None:
-        """The next batch, and what the script's loop variable gets; None at the end of a stream."""
+    def _draw(self, stepper: Stepper, loader: int, epoch: int, number: int) -> Any:
+        """Begin a step with the loader's next batch: what the script's loop variable gets; None at the end of a stream."""
         start = time.perf_counter()
         self._session.row.enter(Phase.DATA)
-        batch = Batch(stepper, feed, epoch, number)
-        if batch.sizes is not None and not any(batch.sizes) and feed.steps is None:
+        batch = Batch(stepper, self.feeds[loader], loader, epoch, number)
+        if batch.sizes is not None and not any(batch.sizes) and batch.feed.steps is None:
             return None
         if stepper.active:
             raise UsageError(
@@ -178,10 +176,9 @@ class Feeding:
             )
         stepper.slot = stepper.mine[0]
         offered = batch.offered() if stepper.flat.allowed else batch
-        took = time.perf_counter() - start
-        stepper.split.data += took
-        stepper.split.total += took
-        return batch, offered
+        stepper.split.data += time.perf_counter() - start
+        stepper.begin(batch, start)
+        return offered
 
     def _peek(self, feed: Feed) -> Iterator[Any]:
         """Batches outside the training loop: looked at, not counted."""

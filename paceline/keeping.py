@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
-from paceline.state.checkpoint import Checkpoint, step_of
+from paceline.launch.environment import NEWEST
+from paceline.state.checkpoint import Checkpoint, newest_good, step_of
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
 from paceline.state.recorder import Recorder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
-_LINEAGE, _TAKEN = mix(203), mix(205)
+_LINEAGE, _FOUND, _KEYS, _TAKEN = mix(203), mix(205), mix(206), mix(207)
 
 
 class Keeping:
@@ -40,8 +40,9 @@ class Keeping:
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
 
-    def capture(self) -> Snapshot:
-        """The state between two steps; its tensors are references until it is written."""
+    def capture(self, keys: bool = False) -> Snapshot:
+        """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a
+        newcomer finds where they are, if they are wanted."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -52,6 +53,7 @@ class Keeping:
                 "replica": run._replica.capture(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
+                "keys": run._kv.state_dict() if keys and run._kv is not None else {},
                 "registered": {name: item.state_dict() for name, item in run._registered.items()},
                 "state": run.state,
                 "metrics": run.metrics,
@@ -83,13 +85,28 @@ class Keeping:
         stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
+        self._last = stepper.step
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
-    def resume(self, path: Path) -> None:
-        """Go on from the run's checkpoint of this name, at any worker count."""
+    def resume(self, name: str) -> None:
+        """Go on from the run's checkpoint of this name, at any worker count; or from the newest one, if there is any."""
+        if name != NEWEST:
+            self._resume(name)
+            return
+        found = self._run.terms.gather(_FOUND, self._newest)[0].decode()
+        if found:
+            self._resume(found)
+        self._run._session.rolled_back(self._run.step)
+
+    def _newest(self) -> bytes:
+        """Main looks for it: while a checkpoint is written over or passed over, others might find another one."""
+        found = newest_good(self._address, self._tell) if self._run.is_main else None
+        return found.name.encode() if found is not None else b""
+
+    def _resume(self, name: str) -> None:
         run = self._run
         try:
-            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(path.name)).read())
+            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(name)).read())
         except ValueError as error:
             raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
@@ -103,11 +120,23 @@ class Keeping:
         self.restore(snapshot)
         assert run._stepper is not None
         run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
+        self._bring_back(snapshot.tree["keys"])
         self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
-            run._session.notice(f"going on from step {run.step} ({path.name})")
-            run._session.folder.event("resumed", str(path), step=run.step, workers=run._session.workers)
+            run._session.notice(f"going on from step {run.step} ({name})")
+            run._session.folder.event("resumed", name, step=run.step, workers=run._session.workers)
+
+    def _bring_back(self, keys: dict[str, Any]) -> None:
+        """Main does, and nobody goes on before."""
+
+        def bring() -> bytes:
+            if self._run.is_main:
+                self._run.kv.load_state_dict(keys)
+            return b""
+
+        if keys:
+            self._run.terms.gather(_KEYS, bring)
 
     # receipts
 
@@ -123,12 +152,12 @@ class Keeping:
 
     def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         """A step is trained: its receipt is kept by all and written by main."""
-        run, stepper = self._run, self._run._stepper
+        stepper = self._run._stepper
         assert stepper is not None
-        loader, number = (
-            (OWN_DRAWS, stepper.leaves) if batch is None else (run._feeding.feeds.index(batch.feed), batch.number)
-        )
-        self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally), run._session.is_main)
+        loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
+        due = self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
+        if due and self._run.is_main:
+            self.ledger.write()
 
     # checkpoints
 
@@ -136,7 +165,8 @@ class Keeping:
         """A step is over, the next has not begun."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
-        self._owed = not self._recorder.settle() or self._owed
+        if not self._recorder.settle():
+            self._owed = True
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
         if not every:
@@ -180,7 +210,7 @@ class Keeping:
             if register is not None:
                 assert run._feeding.turns is not None
                 run._feeding.turns.settle(register)
-            if self._recorder.take(run.step, self.capture(), run._replica.optimizers):
+            if self._recorder.take(run.step, self.capture(keys=True), run._replica.optimizers):
                 self._owed = False
 
     def _may_publish(self) -> bool:

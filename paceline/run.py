@@ -31,6 +31,7 @@ from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
 from paceline.precision import Precision
 from paceline.replica import Replica
+from paceline.servers.keys_client import KeyValues
 from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
@@ -40,7 +41,7 @@ from paceline.terms import Terms
 from paceline.turns import Turns
 from paceline.watch.folder import write_atomically
 
-_SUMMARY_WRITTEN, _LAID = mix(0), mix(204)
+_SUMMARY_WRITTEN, _LAID, _BARRIER = mix(0), mix(204), mix(205)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -106,6 +107,7 @@ class Run:
         session.free = self._strategy.free
         self._stepper: Stepper | None = None
         self._laid = False
+        self._kv: KeyValues | None = None
         if not session.launched:
             _finish_at_exit(self)
 
@@ -113,6 +115,39 @@ class Run:
     def is_main(self) -> bool:
         """Whether this worker speaks for the run: writes metrics and files. If it dies, another does."""
         return self._session.is_main
+
+    @property
+    def workers(self) -> int:
+        """How many workers train, as this one knows; another number after a loss or a join."""
+        return self._session.workers
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among them, from 0 on; it may be another one then."""
+        return self._session.rank
+
+    @property
+    def kv(self) -> KeyValues:
+        """Named tensors at the run's servers, for algorithms of one's own. See docs/kv.md."""
+        if self._kv is None:
+            if self._session.launched and not self.settings.servers:
+                raise UsageError(
+                    f"{user_line()}: run.kv keeps its keys at servers, and this run has none: add --servers 1 to the command "
+                    "(2, if the keys are to survive a server's death)"
+                )
+            if self.is_main:
+                self._session.board.main_ready = True  # the others may come: what they need is in the keys
+            self._kv = KeyValues(self._session.keys(), self._session.worker, self._kv_barrier)
+        return self._kv
+
+    def _kv_barrier(self) -> None:
+        self._between_points("run.kv.barrier()")
+        if self._session.joining and self._stepper is None:
+            self._session.wait_for_loop()
+        if self._stepper is None:  # a loop of the script's own: this is where its workers agree
+            self._stopping.agree(0, self.metrics)
+        else:
+            self.terms.gather(_BARRIER, bytes)
 
     @property
     def stopped(self) -> str | None:
@@ -221,7 +256,7 @@ class Run:
         try:
             for number in range(stepper.step, limit):
                 stepper.flat.fill()
-                stepper.begin(None)
+                stepper.begin(None, time.perf_counter())
                 yield number
                 stepper.end()
                 self._keeping.at_boundary()
@@ -258,8 +293,9 @@ class Run:
         if self._session.joining:
             self._feeding.turns.enter() if self._feeding.turns is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
-        elif self._session.resume_from and not self.resumed:
+        elif self._session.resume_from:
             self._keeping.resume(self._session.resume_from)
+            self._session.resume_from = ""
         self._begin_at_servers()
         if self._session.dry_run:
             self._show_settings()
@@ -386,6 +422,8 @@ class Run:
 
         def tell() -> None:
             if self.is_main:
+                if self._feeding.turns is not None:
+                    self._feeding.turns.collect()
                 self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
@@ -398,6 +436,8 @@ class Run:
             return
         self.finished = True
         self._between_points("the end of the script")
+        if self._kv is not None:
+            self._kv.close()
         digest = self._replica.weights_sha256()
         different = self._agreement.odd_at_the_end(digest)
         if different and self._strategy.same_bits:

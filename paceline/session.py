@@ -35,6 +35,7 @@ from paceline.cluster.messages import (
     Put,
     Ready,
     Refused,
+    RolledBack,
     Segment,
     Value,
     Welcome,
@@ -85,6 +86,8 @@ class Session:
         self._at = "starting"
         self.left: str | None = None
         """Where the script left a loop over its loader before the end, if it did."""
+        self.resume_from = self.ticket.resume if self.ticket is not None else ""
+        """The checkpoint that this run goes on from, until it has."""
         self.link: LeaderLink | None = None
         self.apart = False
         """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
@@ -190,11 +193,6 @@ class Session:
         return self.ticket is not None
 
     @property
-    def resume_from(self) -> Path | None:
-        """The checkpoint that this run goes on from."""
-        return Path(self.ticket.resume) if self.ticket is not None and self.ticket.resume else None
-
-    @property
     def dry_run(self) -> bool:
         """Started only to see what the settings come to."""
         return self.ticket is not None and self.ticket.dry_run
@@ -228,6 +226,14 @@ class Session:
                 if self.is_main:
                     break
             time.sleep(0.002)
+        self.row.enter(Phase.SCRIPT)
+
+    def wait_for_loop(self) -> None:
+        """A newcomer before its loop. Where the others have none that it could come into, it waits until the run is over."""
+        self.row.enter(Phase.JOINING)
+        while not any(row.step or row.total_steps for row in map(self.board.see, self.view.members)):
+            self.check_run()
+            time.sleep(_POLL_S)
         self.row.enter(Phase.SCRIPT)
 
     def next_view(self) -> View:
@@ -313,6 +319,10 @@ class Session:
     def healed(self) -> None:
         self.ask(Healed())
 
+    def rolled_back(self, step: int) -> None:
+        """Where a run goes on that has lost its parameters. All say so: any of them may be gone by now."""
+        self.ask(RolledBack(step))
+
     def on_newcomer(self, called: Callable[[Outlet], None]) -> None:
         """From now on newcomers may call this worker as their donor."""
         serve_newcomers(self, called)
@@ -345,11 +355,31 @@ class Session:
         """Where this run's servers are found. A run of one has its own, in this process; so has one that will not train."""
         if self.ticket is None or self.dry_run:
             from paceline.servers.direct import OwnServer
+            from paceline.servers.shelf import Shelf
 
-            return OwnServer()
+            return OwnServer(Shelf())
         from paceline.servers.finding import Fleet
 
-        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}")
+        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "parameters")
+
+    def keys(self) -> Directory:
+        """The same for the keys of `run.kv`. Threads ask there, by a line of their own."""
+        if self.ticket is None or self.dry_run:
+            from paceline.servers.direct import OwnServer
+            from paceline.servers.keys_shelf import KeyShelf
+
+            return OwnServer(KeyShelf())
+        from paceline.servers.finding import Fleet
+
+        link = self._link(self.ticket)
+
+        def ask(message: Any) -> tuple[Any, list[int]]:
+            try:
+                return link.ask(message, self.check_run)
+            except NoLeaderError as error:
+                raise PeerLostError(f"{error}: this worker gives up") from None
+
+        return Fleet(ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "keys")
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -35,7 +35,9 @@ def _setting(default: Any, help: str) -> Any:
 class Settings:
     workers: int = _setting(1, "processes that train")
     spares: int = _setting(0, "processes that wait, ready to take the place of one that is lost")
-    servers: int = _setting(0, "processes that hold parameters (0: one, where the strategy has any)")
+    servers: int = _setting(
+        0, "processes that hold parameters, and the keys of run.kv (0: one, where the strategy has any)"
+    )
     replicas: int = _setting(2, "copies of what servers hold, each on another server as far as there are any")
     machines: int = _setting(1, "machines that the run begins with; the others join with `paceline agent`")
     listen: str = _setting("", "the address, HOST or HOST:PORT, at which other machines reach this one")
@@ -129,10 +131,6 @@ def _check_machines(s: Settings) -> None:
 
 def _check_strategy(s: Settings) -> None:
     entry = _strategy_of(s)
-    if s.servers and not entry.servers:
-        raise UsageError(
-            f"--servers {s.servers}: --strategy {s.strategy} has none; leave it out, or pass --strategy ps"
-        )
     if entry.one and s.servers > 1:
         raise UsageError(
             f"--servers {s.servers}: --strategy {s.strategy} has all variables at one server; leave it out, or pass "
@@ -142,6 +140,8 @@ def _check_strategy(s: Settings) -> None:
         raise UsageError(
             f"--strategy {s.strategy} is for one machine; leave --listen out, or pass --strategy allreduce"
         )
+    if s.servers and s.listen:
+        raise UsageError(f"--servers {s.servers} is for one machine; leave --listen out, or --servers")
 
 
 def _strategy_of(s: Settings) -> Entry:

@@ -38,10 +38,11 @@ class Batch:
     it is told which line to add.
     """
 
-    __slots__ = ("_stepper", "epoch", "feed", "loaded", "number", "sizes")
+    __slots__ = ("_stepper", "epoch", "feed", "loaded", "loader", "number", "sizes")
 
-    def __init__(self, stepper: Stepper, feed: Feed, epoch: int, number: int) -> None:
-        self._stepper, self.feed, self.epoch, self.number = stepper, feed, epoch, number
+    def __init__(self, stepper: Stepper, feed: Feed, loader: int, epoch: int, number: int) -> None:
+        """`loader`: the feed's number in the run."""
+        self._stepper, self.feed, self.loader, self.epoch, self.number = stepper, feed, loader, epoch, number
         self.sizes = feed.sizes(epoch, number)
         self.loaded: dict[int, Share | None] = {}
         """This worker's shares so far: a second reduce point in the step sees the same ones."""
@@ -160,7 +161,8 @@ class Stepper:
 
     # steps
 
-    def begin(self, batch: Batch | None) -> None:
+    def begin(self, batch: Batch | None, since: float) -> None:
+        """A step begins; its time counts from `since`, when its batch was asked for."""
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
         self.leaves, self.in_hand, self.slot = self.slots, self.step, -1
         if not self.alone:
@@ -168,25 +170,27 @@ class Stepper:
         if self.alone or not self.flat.begin():
             self._seed_outside()
         self._row.enter(Phase.COMPUTE)
-        self._mark = time.perf_counter()
+        self._mark = since
 
     def end(self) -> None:
         """The script is done with this step."""
-        self.split.total += time.perf_counter() - self._mark
+        now = time.perf_counter()
+        self.split.total += now - self._mark
         self.check_left_early()
         if self.call == 0 and not self.alone:
             self.no_reduce()
-        if self._delivered is None:
-            self.committed([self.stop_code()])
-        self._count_step()
+        if self._delivered is None and (code := self.stop_code()):
+            self.committed([code])
+        self._count_step(now)
         self._over()
         self.batch = self.in_hand = None
 
     def end_turn(self, steps: int) -> None:
         """The same for a worker that runs at its own pace, while the run has come so far."""
-        self.split.total += time.perf_counter() - self._mark
+        now = time.perf_counter()
+        self.split.total += now - self._mark
         self.check_left_early()
-        self.gaps.step()
+        self.gaps.step(now)
         self._row.progress(steps, self.epoch, self.samples)
         self.active, self.batch, self.in_hand = False, None, None
 
@@ -195,21 +199,21 @@ class Stepper:
         if not self.alone:
             self.flat.end()
 
-    def _count_step(self) -> None:
+    def _count_step(self, now: float) -> None:
         delivered: Tally | Loose | None = self._delivered
         if delivered is None:  # nobody was met: this worker's share is the batch
             delivered = loose_tally(own_draw(0) if self.batch is None else self.batch.taken(0))
         self.samples += delivered.samples
         self.delivered(self.batch, delivered)
         self.step += 1
-        self.gaps.step()
+        self.gaps.step(now)
         self._row.progress(self.step, self.epoch, self.samples)
 
     def abandon(self) -> bool:
         """The script left the loop in the middle of a step; whether that step was trained."""
         trained = self.active and not self.inside and self.left_early is None and (self.call > 0 or self.alone)
         if trained:
-            self._count_step()
+            self._count_step(time.perf_counter())
         self._over()
         return trained
 
@@ -243,8 +247,7 @@ class Stepper:
             )
         self.check_left_early()
         caller = sys._getframe(1)
-        where = caller.f_code.co_filename, caller.f_lineno
-        leaves = count or self.slots
+        line, leaves = caller.f_lineno, count or self.slots
         times = self._times_finer(leaves)
         if self._delivered is None:
             self.leaves = leaves
@@ -253,26 +256,23 @@ class Stepper:
             if self._strategy.free and leaves > self.slots:
                 yield from self._in_pieces(times)
             elif self.alone and leaves in (1, self.slots):
-                yield from self._whole()
+                # The only share: its gradient is where autograd leaves it, and nobody is met.
+                slot = self.mine[0]
+                share = self.batch.share(slot) if self.batch is not None else Share(slot, NOTHING.ids)
+                if share is not None:
+                    self.slot, begun = slot, time.perf_counter()
+                    yield share.value
+                    self._linger(begun)
+                    self.slot = -1
+                self.call += 1
+                self.agreed_term = self._session.next_term
             else:
                 yield from self._reduced(leaves, times)
         except GeneratorExit:
-            self.left_early = f"{os.path.basename(where[0])}:{where[1]}"
+            self.left_early = f"{os.path.basename(caller.f_code.co_filename)}:{line}"
             raise
         finally:
             self.inside = False
-
-    def _whole(self) -> Iterator[Any]:
-        """The only share of an only slot: its gradient is the batch's where autograd leaves it, and nobody is met."""
-        slot = self.mine[0]
-        share = self.batch.share(slot) if self.batch is not None else Share(slot, NOTHING.ids)
-        if share is not None:
-            self.slot, begun = slot, time.perf_counter()
-            yield share.value
-            self._linger(begun)
-            self.slot = -1
-        self.call += 1
-        self.agreed_term = self._session.next_term
 
     def _in_pieces(self, times: int) -> Iterator[Any]:
         """A micro-batch in so many pieces, whose gradients add up here."""

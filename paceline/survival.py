@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.settings import Settings
+from paceline.strategies import find
 
 
 def words(transport: str, settings: Settings, machine: str) -> str:
@@ -11,7 +12,9 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     >>> words("shm", Settings(checkpoint_every=100), "node-1")
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
     >>> print(words("shm", Settings(servers=1, checkpoint_every=100), "node-1"))
-    any process but a server may die; the run ends if a server dies: give --servers 2; then, or if the machine dies, `paceline resume` goes on from a checkpoint
+    any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
+    >>> print(words("shm", Settings(servers=2, replicas=1), "node-1"))
+    any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
     if settings.store:
         first = "any process and any machine of this run may die; if all do,"
@@ -21,7 +24,8 @@ def words(transport: str, settings: Settings, machine: str) -> str:
             "(give --store etcd://…); then"
         )
     elif transport == "shm" and (more := more_copies(settings)):
-        first = f"any process but a server may die; the run ends if a server dies: give {more}; then, or if the machine dies,"
+        back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
+        first = f"any process of this run may die; after a server's death it {back} ({more} spares it that); if the machine does,"
     elif transport == "shm":
         first = "any process of this run may die; if the machine does,"
     else:
@@ -34,17 +38,17 @@ def words(transport: str, settings: Settings, machine: str) -> str:
 
 
 def after_the_last_copy(settings: Settings, run: str, checkpointed: bool) -> str:
-    """What to do after a server's death that took the last copy of something.
+    """What to do after a server's death that took the last copy of something, and from which the run does not go back.
 
     >>> after_the_last_copy(Settings(servers=1), "mine", checkpointed=True)
-    '`paceline resume mine` goes on from the newest checkpoint; with --servers 2 it would have gone on by itself'
+    '`paceline resume mine` goes on from the newest checkpoint; with --servers 2 there would have been a second copy'
     >>> after_the_last_copy(Settings(servers=3), "mine", checkpointed=False)
     'it is lost, as no checkpoint was written: give --checkpoint-every N'
     """
     more = more_copies(settings)
     if checkpointed:
-        by_itself = f"; with {more} it would have gone on by itself" if more else ""
-        return f"`paceline resume {run}` goes on from the newest checkpoint{by_itself}"
+        second = f"; with {more} there would have been a second copy" if more else ""
+        return f"`paceline resume {run}` goes on from the newest checkpoint{second}"
     return f"it is lost, as no checkpoint was written: give {f'{more} or ' if more else ''}--checkpoint-every N"
 
 
@@ -53,8 +57,10 @@ def more_copies(settings: Settings) -> str:
 
     >>> more_copies(Settings(servers=3, replicas=1)), more_copies(Settings(servers=2)), more_copies(Settings())
     ('--replicas 2', '', '')
+    >>> more_copies(Settings(servers=1, strategy="central"))
+    '--strategy ps --servers 2'
     """
     if not settings.servers:
         return ""
-    short = [name for name in ("servers", "replicas") if getattr(settings, name) < 2]
-    return " ".join(f"--{name} 2" for name in short)
+    short = [f"--{name} 2" for name in ("servers", "replicas") if getattr(settings, name) < 2]
+    return " ".join(["--strategy ps", *short] if find(settings.strategy).one else short)

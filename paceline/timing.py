@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 
 _LAST = 1024
@@ -34,26 +35,20 @@ class Gaps:
 
     def __init__(self) -> None:
         self.longest_s = 0.0
-        self._last: list[float] = []
-        self._steps = 0
+        self._last: deque[float] = deque(maxlen=_LAST)
         self._mark: float | None = None
 
     def begin(self) -> None:
         """A loop begins."""
         self._mark = time.perf_counter()
 
-    def step(self) -> None:
-        """A step is over."""
-        now = time.perf_counter()
+    def step(self, now: float) -> None:
+        """A step is over, by `perf_counter`."""
         if self._mark is not None:
             gap = now - self._mark
             if gap > self.longest_s:
                 self.longest_s = gap
-            if len(self._last) < _LAST:
-                self._last.append(gap)
-            else:
-                self._last[self._steps % _LAST] = gap
-            self._steps += 1
+            self._last.append(gap)
         self._mark = now
 
     @property

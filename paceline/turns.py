@@ -76,17 +76,15 @@ class Turns:
         stepper = self._stepper
         step, slot = divmod(number, self._slots)
         start = time.perf_counter()
-        batch = Batch(stepper, feed, stepper.epoch, step)
+        batch = Batch(stepper, feed, self._loader, stepper.epoch, step)
         stepper.mine, stepper.slot = [slot], slot
         share = batch.share(slot)
-        took = time.perf_counter() - start
-        stepper.split.data += took
-        stepper.split.total += took
+        stepper.split.data += time.perf_counter() - start
         taken = batch.taken(slot)
         self._delivered = Delivered(number, *tally([taken]))
         if share is not None:
             largest = max(batch.sizes) if batch.sizes is not None else taken.samples
-            yield from self._micro_batch(number, first + step, taken.samples / largest, batch, share.value)
+            yield from self._micro_batch(number, first + step, taken.samples / largest, batch, share.value, start)
 
     def over_steps(self, count: int) -> Iterator[int]:
         """For scripts that draw their own batches."""
@@ -95,14 +93,16 @@ class Turns:
                 step, slot = divmod(number, self._slots)
                 self._stepper.mine = [slot]
                 self._delivered = Delivered(number, *tally([own_draw(slot)]))
-                yield from self._micro_batch(number, first + step, 1.0, None, first + step)
+                yield from self._micro_batch(number, first + step, 1.0, None, first + step, time.perf_counter())
 
     def _numbers(self, steps: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
         """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
         run, strategy, stepper = self._run, self._strategy, self._stepper
         limit = run.settings.steps
         steps = min(steps, max(0, limit - stepper.step)) if limit else steps
-        begun = strategy.begin_stretch(steps * self._slots, lambda: run._keeping.capture().packed())
+        begun = strategy.begin_stretch(
+            steps * self._slots, stepper.epoch, loader, lambda: run._keeping.capture().packed()
+        )
         self._first, self._loader = begun.first, loader
         self._written = max(self._written, run._keeping.ledger.head.first)
         stepper.gaps.begin()
@@ -118,11 +118,12 @@ class Turns:
                 turned = strategy.turn(want, delivered, code, written)
                 stepper.split.wait += time.perf_counter() - start
                 stepper.split.total += time.perf_counter() - start
-                self._note(turned)
+                self._note(turned, written >= 0)
                 if not turned.numbers:
                     break
                 fresh = [number for number in turned.numbers if number not in known]
                 known.update(fresh)
+                self._count = turned.count
                 yield turned.numbers[0], begun.first, fresh
                 delivered = [self._delivered]
                 run._keeping.at_boundary()
@@ -131,13 +132,16 @@ class Turns:
             raise
         self._over(turned, steps)
 
-    def _micro_batch(self, number: int, step: int, weight: float, batch: Batch | None, value: Any) -> Iterator[Any]:
+    def _micro_batch(
+        self, number: int, step: int, weight: float, batch: Batch | None, value: Any, since: float
+    ) -> Iterator[Any]:
         stepper = self._stepper
         stepper.step = step
+        self._run._session.row.enter(Phase.REDUCE)
         for schedule in self._schedules:
             schedule.at(step)
-        self._strategy.take(number, weight)
-        stepper.begin(batch)
+        self._strategy.take(number, weight, self._count)
+        stepper.begin(batch, since)
         set_seed(mix(self._run.settings.seed, IN_SHARE, step, 0, number % self._slots), self._run.device)
         yield value
         stepper.split.communication += self._strategy.spent_s()
@@ -155,10 +159,10 @@ class Turns:
                 "fewer slots instead of accumulating"
             )
 
-    def _note(self, turned: Turned) -> None:
-        """How far the run has come; main writes what is whole."""
+    def _note(self, turned: Turned, main: bool) -> None:
+        """How far the run has come; who was main when it asked has got receipts to write."""
         self._steps, self._stepper.samples = turned.steps, turned.samples
-        if self._run.is_main:
+        if main:
             self._write(turned.receipts, turned.steps)
 
     def settle(self, register: Register) -> None:
@@ -169,9 +173,9 @@ class Turns:
     def _write(self, receipts: list[Whole], steps: int) -> None:
         for each in receipts:
             if each.step >= self._written:
-                batch = self._slots if self._loader == OWN_DRAWS else each.step - self._first
-                place = each.step, self._stepper.epoch, self._loader, batch
-                self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest), main=True)
+                place = each.step, each.epoch, each.loader, each.batch
+                if self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest)):
+                    self._run._keeping.ledger.write()
         self._written = max(self._written, steps)
 
     @property
@@ -179,6 +183,10 @@ class Turns:
         """Receipts of so many steps are written; the next main has to write the others."""
         waiting = self._run._keeping.ledger.recent
         return waiting[0].step if waiting else self._written
+
+    def collect(self) -> None:
+        """Main's, between stretches: receipts that nobody was main for."""
+        self._note(self._strategy.turn(0, [], written=self._in_file, leaves=True), main=True)
 
     def _leave(self) -> None:
         """The script has left the loop: others do the rest."""
@@ -188,7 +196,7 @@ class Turns:
             stepper.end_turn(self._steps)
         with suppress(PacelineError):  # it may be on its way out because the run ends
             turned = self._strategy.turn(0, delivered, leaves=True)
-            self._note(turned)
+            self._note(turned, main=False)
             self._rest(turned.steps)
 
     def _rest(self, steps: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from paceline.cluster.store import runtime_folder
+from tests.alone import Alone
 from tests.etcd import Etcd
 from tests.leaks import GRACE_S, Held, end_processes_of, leaked
 
@@ -79,6 +80,14 @@ def etcd() -> Iterator[Etcd]:
     """One server for all tests that leave it alone; each run has keys of its own."""
     with Etcd() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Alone]:
+    """Runs a script as plain `python` would, in a moment."""
+    host = Alone()
+    yield host
+    host.close()
 
 
 @pytest.fixture

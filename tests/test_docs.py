@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.alone import Alone
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,10 +33,6 @@ def test_every_module_is_on_the_design_page() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_examples_run(tmp_path: Path, block: str) -> None:
-    (tmp_path / "block.py").write_text(block)
-    env = {**os.environ, "PACELINE_RUNS": str(tmp_path / "runs")}
-    done = subprocess.run(
-        [sys.executable, "block.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+def test_examples_run(tmp_path: Path, block: str, alone: Alone) -> None:
+    done = alone(tmp_path, block)
+    assert done.code == 0, done.err

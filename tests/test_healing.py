@@ -21,7 +21,7 @@ from paceline.tensors.tree import Plan
 from tests.several.mesh import CPU
 from tests.several.training import Script
 from tests.several.world import Fault, World
-from tests.test_terms import breaks, joined, length, simulate
+from tests.test_terms import breaks, joined, length, seeds, simulate
 
 BATCH = 6
 """Seeds a test."""
@@ -38,26 +38,26 @@ def drawn(seed: int, *later: str, starts: int) -> World:
     return simulate(script, workers, starts, seed, faults)
 
 
-@pytest.mark.parametrize("first", range(0, 12, BATCH))
+@pytest.mark.parametrize("first", seeds(0, 1, BATCH))
 def test_one_is_killed_and_another_comes(first: int) -> None:
     worlds = [drawn(seed, starts=1) for seed in range(first, first + BATCH)]
     assert sum(len(joined(world)) for world in worlds) > BATCH // 2
 
 
-@pytest.mark.parametrize("first", range(1000, 1012, BATCH))
+@pytest.mark.parametrize("first", seeds(1000, 1, BATCH))
 def test_two_newcomers(first: int) -> None:
     """They may have the same donor, and one of them comes in while the other follows."""
     worlds = [simulate(SCRIPTS[seed % 3], 3, 2, seed, [FIRST, FIRST]) for seed in range(first, first + BATCH)]
     assert sum(len(joined(world)) == 2 for world in worlds) > BATCH // 4
 
 
-@pytest.mark.parametrize("first", range(2000, 2012, BATCH))
+@pytest.mark.parametrize("first", seeds(2000, 1, BATCH))
 def test_the_donor_is_killed_at_any_moment(first: int) -> None:
     worlds = [drawn(seed, "kill a donor", "kill a donor", starts=6) for seed in range(first, first + BATCH)]
     assert sum(len(joined(world)) for world in worlds) > BATCH // 2
 
 
-@pytest.mark.parametrize("first", range(3000, 3012, BATCH))
+@pytest.mark.parametrize("first", seeds(3000, 1, BATCH))
 def test_anybody_is_killed_or_leaves(first: int) -> None:
     worlds = [drawn(seed, "kill", "kill", "leave", starts=6) for seed in range(first, first + BATCH)]
     assert sum(len(joined(world)) for world in worlds) >= BATCH // 3

@@ -20,7 +20,7 @@ from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, own_collat
 
 def weights(sizes: list[int]) -> list[float]:
     feed: Any = SimpleNamespace(sizes=lambda epoch, step: sizes)
-    batch = Batch(SimpleNamespace(), feed, 0, 0)  # type: ignore[arg-type]
+    batch = Batch(SimpleNamespace(), feed, 0, 0, 0)  # type: ignore[arg-type]
     return [batch.weight(slot, None) for slot in range(len(sizes))]
 
 
@@ -56,7 +56,7 @@ def test_a_slot_without_a_sample_is_lent_a_copy_of_anothers(loader: DataLoader[A
     feed = build_feed(loader, 4, EVEN, 0)
     feed.start(0, 1, range(3, 4))
     stepper: Any = SimpleNamespace(mine=range(3, 4), device=CPU)
-    batch = Batch(stepper, feed, 0, 1)
+    batch = Batch(stepper, feed, 0, 0, 1)
     before = plain(value(feed.share(0, 1, 0)))
     lent = batch.offered()
     map_tensors(lent, lambda tensor: tensor.zero_().sub_(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -22,6 +23,13 @@ reference = lru_cache(undisturbed)
 NO_PACE: Mapping[Any, float] = {}
 BATCH = 10
 """Seeds a test."""
+ROUNDS = int(os.environ.get("ROUNDS", "1"))
+"""How many times as many seeds, where faults come at any moment: `make rehearse` takes three."""
+
+
+def seeds(start: int, batches: int = 2, batch: int = BATCH) -> range:
+    """The first one of every batch."""
+    return range(start, start + ROUNDS * batches * batch, batch)
 
 
 @lru_cache
@@ -79,27 +87,27 @@ def test_with_nothing_lost() -> None:
         assert not world.journal.after
 
 
-@pytest.mark.parametrize("first", range(0, 40, BATCH))
+@pytest.mark.parametrize("first", seeds(0))
 def test_one_is_killed(first: int) -> None:
     worlds = [drawn(seed, deaths=1) for seed in range(first, first + BATCH)]
     assert all(len(world.journal.after) == 1 for world in worlds)
 
 
-@pytest.mark.parametrize("first", range(1000, 1040, BATCH))
+@pytest.mark.parametrize("first", seeds(1000))
 def test_several_are_killed(first: int) -> None:
     worlds = [drawn(seed, deaths=3) for seed in range(first, first + BATCH)]
     assert all(world.journal.after for world in worlds)
     assert any(len(world.journal.after) == 3 for world in worlds)
 
 
-@pytest.mark.parametrize("first", range(2000, 2040, BATCH))
+@pytest.mark.parametrize("first", seeds(2000))
 def test_the_killed_are_replaced(first: int) -> None:
     worlds = [drawn(seed, deaths=2, starts=3, steps=(8, 12)) for seed in range(first, first + BATCH)]
     assert all(world.journal.after for world in worlds)
     assert any(joined(world) for world in worlds)
 
 
-@pytest.mark.parametrize("first", range(3000, 3060, BATCH))
+@pytest.mark.parametrize("first", seeds(3000, batches=3))
 def test_some_are_killed_some_leave_some_join(first: int) -> None:
     worlds = [drawn(seed, deaths=2, leaves=2, starts=3, steps=(2, 12)) for seed in range(first, first + BATCH)]
     assert any(world.journal.after and left(world) and joined(world) for world in worlds)
@@ -148,12 +156,12 @@ TWO_LEAVE = [Fault(20, "leave"), Fault(30, "leave"), Fault("hello in term 2")]
 SLOW_TO_NOTICE = {"news": 10.0, **{("board", n): 3.0 for n in range(8)}, **{("notices", n): 0.02 for n in range(8)}}
 
 
-@pytest.mark.parametrize("first", range(0, 30, BATCH))
+@pytest.mark.parametrize("first", seeds(0))
 def test_who_was_to_leave_is_killed(first: int) -> None:
-    seeds = range(first, first + BATCH)
-    one = [simulate(Script(steps=8), 3, 3, seed, LEAVER_DIES, SLOW_TO_NOTICE) for seed in seeds]
+    batch = range(first, first + BATCH)
+    one = [simulate(Script(steps=8), 3, 3, seed, LEAVER_DIES, SLOW_TO_NOTICE) for seed in batch]
     assert any(world.journal.after and not left(world) for world in one)
-    two = [simulate(Script(steps=8), 4, 3, seed, TWO_LEAVE, SLOW_TO_NOTICE) for seed in seeds]
+    two = [simulate(Script(steps=8), 4, 3, seed, TWO_LEAVE, SLOW_TO_NOTICE) for seed in batch]
     assert any(world.journal.after and left(world) for world in two)
 
 

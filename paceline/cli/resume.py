@@ -33,7 +33,7 @@ def checkpoint_of(folder: RunFolder) -> str:
 @click.command("resume")
 @click.argument("run")
 @click.option("-n", "--workers", type=int, help="Processes that train from now on.  [default: as before]")
-@click.option("--servers", type=int, help="Processes that hold parameters from now on.  [default: as before]")
+@click.option("--servers", type=int, help="Processes that hold parameters and keys from now on.  [default: as before]")
 @click.option("--show", type=click.Choice(["main", "all", "none"]), default="main", help="Whose output to print.")
 @runs_option
 def command(run: str, workers: int | None, servers: int | None, show: str, runs: Path) -> int:

@@ -43,7 +43,11 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("-n", "--workers", type=int, help="Processes that train.  [default: 1]")
 @click.option("--spares", type=int, help="Processes that wait, ready to replace a lost one.  [default: 0]")
-@click.option("--servers", type=int, help="Processes that hold parameters.  [default: 1 where the strategy has any]")
+@click.option(
+    "--servers",
+    type=int,
+    help="Processes that hold parameters, and the keys of run.kv.  [default: 1 where the strategy has any]",
+)
 @click.option("--replicas", type=int, help="Copies of what servers hold, on different servers.  [default: 2]")
 @click.option("--machines", type=int, help="Machines to begin with; the others join by `paceline agent`.  [default: 1]")
 @click.option("--listen", help="HOST or HOST:PORT at which other machines reach this one.")

@@ -81,7 +81,7 @@ class Answering:
                 node.desk.wait(peer, ("layout", after))
             case (
                 messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed() | messages.ServerReady()
-                | messages.Sizes() | messages.Filled()
+                | messages.Sizes() | messages.Filled() | messages.RolledBack()
             ):  # fmt: skip
                 node.master.decide(peer, worker, message)
             case _:
@@ -97,7 +97,7 @@ class Answering:
                 return self._next(journal.views[term])
             case ("fact", str(name)) if name in journal.facts:
                 return messages.Value(journal.facts[name])
-            case ("layout", int(after)) if journal.fleet.number > after:
+            case ("layout", int(after)) if journal.fleet.placement is not None and journal.fleet.number > after:
                 return _placed(journal.fleet)
             case ("needed", int(worker)) if journal.membership.needs(worker):
                 return self._next(journal.membership.settled)
@@ -156,4 +156,4 @@ def _placed(fleet: Fleet) -> messages.Placed:
     filled = [sorted(each.filled) for each in copies]
     holders = [list(each.holders) for each in copies]
     since = [[known[server] for server in each] for known, each in zip(fleet.since, holders, strict=True)]
-    return messages.Placed(fleet.number, holders, since, filled, fleet.addresses)
+    return messages.Placed(fleet.number, holders, since, filled, fleet.addresses, fleet.rooms)

@@ -22,6 +22,7 @@ from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Failure, Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
 from paceline.cluster.office import Office
+from paceline.cluster.rollback import Rollback
 from paceline.errors import OvertakenError
 from paceline.watch.folder import RunFolder
 
@@ -37,7 +38,8 @@ class Coordinator:
         self.journal, self.membership = journal, journal.membership
         self.ended_at: dict[int, float] = {}
         """When each worker was seen to end."""
-        self._admiral = Admiral(self, job, folder)
+        self.rollback = Rollback(self, job, folder)
+        self._admiral = Admiral(self, job.settings, folder)
         self.start: Callable[[int], None]
         self.kill: Callable[[int], None]
         self.changed: Callable[[], None]
@@ -63,13 +65,15 @@ class Coordinator:
                 self.changed()
             case messages.ServerReady() | messages.Sizes() | messages.Filled():
                 self._admiral.hear(worker, message)
+            case messages.RolledBack(step):
+                self.rollback.told(step)
             case messages.Failed():
-                if not message.follows:
+                if not message.follows and not self.rollback.under_way:
                     self._raised(worker, message)
             case messages.Stop(who, kill):
                 self.stop(who, _kill_words(who) if kill else who.words, kill)
-            case messages.Scale(count):
-                refusal = self._scale(count)
+            case messages.Scale(workers, servers):
+                refusal = self._scale(workers, servers)
                 return messages.Refused(refusal) if refusal else messages.Done()
             case _:
                 raise ValueError(f"nobody says {type(message).__name__} to a coordinator")
@@ -124,17 +128,30 @@ class Coordinator:
             self.save()
             self.changed()
 
-    def _scale(self, count: int) -> str:
+    def _scale(self, workers: int | None, servers: int | None) -> str:
         """Train with so many; why not, if that cannot be."""
+        if self.rollback.under_way:
+            return "the run is going back to a checkpoint: ask again in a second"
+        refusal = self._why_not(workers) if workers is not None else ""
+        refusal = refusal or (self._admiral.why_not(servers) if servers is not None else "")
+        if refusal:
+            return refusal
+        if workers is not None:
+            words = f"going to {workers} worker{'s' * (workers != 1)}"
+            self._folder.event("scaling", f"{workers} workers were asked for", notice=words)
+            self.follow_up(self.membership.scale(workers))
+        if servers is not None:
+            self._admiral.scale(servers)
+        return ""
+
+    def _why_not(self, workers: int) -> str:
         slots = self._slots()
-        if not 1 <= count <= slots:
-            return f"{count} workers for {slots} slots: a run trains with 1 to {slots} workers"
+        if not 1 <= workers <= slots:
+            return f"{workers} workers for {slots} slots: a run trains with 1 to {slots} workers"
         if not self._job.survives_deaths:
             return "this run cannot change its workers: it uses groups of torch (--transport gloo or nccl)"
-        if count > self.journal.room:
-            return f"{count} workers, and the machines have places for {self.journal.room}: let another machine join"
-        self._folder.event("scaling", f"{count} workers were asked for", notice=f"going to {count} workers")
-        self.follow_up(self.membership.scale(count))
+        if workers > self.journal.room:
+            return f"{workers} workers, and the machines have places for {self.journal.room}: let another machine join"
         return ""
 
     def _slots(self) -> int:
@@ -224,6 +241,8 @@ class Coordinator:
         place = self.journal.places[number]
         if number < self._job.workers:
             return "the run begins"
+        if self.journal.rolled.times and number in self.membership.settled.members:
+            return "the run begins again, from a checkpoint"
         if number < self._job.workers + self._job.spares:
             return "a spare, for whoever is lost"
         return f"it stands for worker {place}" if len(self.journal.machines) == 1 else "it stands for one that was lost"
@@ -320,8 +339,8 @@ class Coordinator:
         """The members have finished: whoever is still on the way comes too late."""
         exits = self.journal.exits
         late = self.journal.running
-        if late and all(number in exits for number in self.membership.settled.members):
-            self.membership.starts_left = 0  # nobody comes in their place
+        if late and not self.rollback.under_way and all(number in exits for number in self.membership.settled.members):
+            self.membership.starts_left = self.journal.fleet.starts_left = 0  # nobody comes in their place
             if not set(late) <= set(self.journal.doomed):
                 self.journal.doomed = sorted({*self.journal.doomed, *late})
                 self.save()

@@ -13,6 +13,9 @@ from paceline.watch.folder import RunFolder
 def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int:
     """The exit code, once no worker is left."""
     code = _exit_code(job, folder, journal, board)
+    if journal.rolled.times:
+        again = {"rollbacks": journal.rolled.times, "steps_redone": journal.rolled.redone}
+        folder.write_json(folder.summary, folder.read_json(folder.summary) | again)
     folder.event("ended", folder.read_json(folder.summary).get("exit", ""), exit_code=code)
     return code
 

@@ -6,6 +6,7 @@ which layout; a server that knows a newer one refuses it. Server numbers are nev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,12 +26,16 @@ class Fleet(msgspec.Struct):
     addresses: dict[int, str] = {}
     """Of each server that is there."""
     nbytes: list[int] = []
-    """The size of each fragment, once main has told."""
+    """The size of each fragment, once a worker has told."""
+    rooms: dict[str, tuple[int, int]] = {}
+    """What the fragments are of: the first one's number, and how many. A room's fragments follow those of the rooms before."""
     placement: Placement | None = None
     since: list[dict[int, int]] = []
     """For each fragment, the layout by which each of its holders came to hold it."""
     gone: list[int] = []
-    """Servers that have ended: what they said before may still be on its way."""
+    """Servers that have ended, or are about to: what they said before may still be on its way."""
+    leaving: list[int] = []
+    """Servers that go once others hold what they hold."""
 
     def came(self, server: int, address: str) -> None:
         """A server is ready."""
@@ -39,19 +44,23 @@ class Fleet(msgspec.Struct):
         self.addresses[server] = address
         self._go_on()
 
-    def sized(self, nbytes: list[int]) -> None:
-        """What is to be held. Told again by whoever is main after the first one; it is the same."""
-        if not self.nbytes:
-            self.nbytes = nbytes
+    def sized(self, nbytes: list[int], room: str = "parameters") -> None:
+        """What is to be held in a room. Told again by other workers; it is the same."""
+        if room not in self.rooms:
+            self.rooms[room] = len(self.nbytes), len(nbytes)
+            self.nbytes = [*self.nbytes, *nbytes]
             self._go_on()
 
     def died(self, server: int) -> bool:
         """A server is gone; whether all that it held is still there."""
         self.gone.append(server)
+        self.leaving = [each for each in self.leaving if each != server]
         if self.addresses.pop(server, None) is None or self.placement is None:
             return True
         if not self.addresses:
             return False
+        if set(self.addresses) <= {*self.leaving}:  # some of them stay after all, for somebody must
+            self.leaving = self.leaving[self.wanted :]
         self._become(place(self.nbytes, self._servers, self.replicas, self.placement))
         return not self.placement.lost
 
@@ -64,33 +73,75 @@ class Fleet(msgspec.Struct):
                 placement = placement.fill(fragment, server)
         self._become(balance(self.nbytes, self._servers, self.replicas, placement))
 
+    def scale(self, wanted: int, started: Sequence[int]) -> None:
+        """So many from now on. Of those that were started and have not ended, who came last goes first."""
+        staying = self._staying(started)
+        self.wanted = wanted
+        self.leaving += sorted(staying, key=lambda server: (server not in self.addresses, server))[wanted:]
+        self._go_on()
+
+    def short(self, started: Sequence[int]) -> int:
+        """How many more are to be started."""
+        return max(0, self.wanted - len(self._staying(started)))
+
+    def dismiss(self) -> list[int]:
+        """Those that were to go and hold nothing any more: they may end now."""
+        held = self.placement.holds if self.placement is not None else lambda server: False
+        idle = [server for server in self.leaving if not held(server)]
+        self.leaving = [server for server in self.leaving if server not in idle]
+        self.gone += idle
+        for server in idle:
+            self.addresses.pop(server, None)
+        return idle
+
+    @property
+    def settled(self) -> bool:
+        """All servers are there, and everything is where it shall be."""
+        there = len(self.addresses) == self.wanted
+        return there and self.placement is not None and self.placement.settled
+
     def described(self) -> dict[str, Any]:
         """The layout in numbers: the bytes of parameters that each server holds, those for which it is the primary, and the
         fewest whole copies of a fragment."""
         assert self.placement is not None
         held, led = dict.fromkeys(sorted(self.addresses), 0), dict.fromkeys(sorted(self.addresses), 0)
-        for nbytes, copies in zip(self.nbytes, self.placement.copies, strict=True):
+        keys = range(*self._room("keys"))
+        for fragment, (nbytes, copies) in enumerate(zip(self.nbytes, self.placement.copies, strict=True)):
+            if fragment in keys:
+                continue  # they count for the placement, but have no size that is known here
             led[copies.primary] += nbytes
             for server in copies.holders:
                 held[server] += nbytes
         fewest = min((len(copies.whole) for copies in self.placement.copies), default=0)
         return {"layout": self.number, "bytes": held, "leads": led, "copies": fewest}
 
+    def _room(self, name: str) -> tuple[int, int]:
+        """From which fragment to which."""
+        first, count = self.rooms.get(name, (0, 0))
+        return first, first + count
+
     def _go_on(self) -> None:
         if not self.nbytes:
             return
         if self.placement is not None:
-            mended = place(self.nbytes, self._servers, self.replicas, self.placement)
+            mended = place(self.nbytes, self._servers, self.replicas, self._with_new_rooms(self.placement))
             self._become(balance(self.nbytes, self._servers, self.replicas, mended))
-        elif len(self.addresses) >= self.wanted:
+        elif len(self._staying(list(self.addresses))) >= self.wanted:
             self._become(place(self.nbytes, self._servers, self.replicas))
+
+    def _with_new_rooms(self, placement: Placement) -> Placement:
+        """The copies of what is to be held from now on begin with nothing, as those of a first placement."""
+        fresh = place(self.nbytes[len(placement.copies) :], self._servers, self.replicas)
+        return Placement((*placement.copies, *fresh.copies), placement.lost)
 
     def _become(self, placement: Placement) -> None:
         if placement == self.placement:
             return
         self.number += 1
-        before = self.placement.copies if self.placement is not None else [None] * len(self.nbytes)
-        since: list[dict[int, int]] = self.since or [{} for _ in self.nbytes]
+        known = self.placement.copies if self.placement is not None else ()
+        fresh = len(self.nbytes) - len(known)
+        before: list[Copies | None] = [*known, *[None] * fresh]
+        since: list[dict[int, int]] = [*self.since, *({} for _ in range(fresh))]
         self.since = [self._since(*each) for each in zip(before, placement.copies, since, strict=True)]
         self.placement = placement
 
@@ -104,4 +155,7 @@ class Fleet(msgspec.Struct):
 
     @property
     def _servers(self) -> list[Server]:
-        return [Server(number, machine=0) for number in sorted(self.addresses)]
+        return [Server(number, machine=0, leaving=number in self.leaving) for number in sorted(self.addresses)]
+
+    def _staying(self, servers: Sequence[int]) -> list[int]:
+        return [server for server in servers if server not in self.leaving and server not in self.gone]

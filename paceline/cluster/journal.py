@@ -47,6 +47,20 @@ class Machine(msgspec.Struct):
     """Heard of lately, and not about to go."""
 
 
+class Rolled(msgspec.Struct):
+    """How often the run went back to a checkpoint by itself."""
+
+    why: str = ""
+    """Set while the processes of before are ending."""
+    times: int = 0
+    in_vain: int = 0
+    """How often in a row before a step was trained."""
+    reached: int | None = None
+    """The step it had come to before the last one, until it is known where that led to."""
+    redone: int = 0
+    """Steps that were trained again, all in all."""
+
+
 class Journal(msgspec.Struct):
     membership: Membership
     started: float
@@ -69,6 +83,7 @@ class Journal(msgspec.Struct):
     servers: list[int] = []
     """Which numbers are not workers' but servers', from the first one on."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
+    rolled: Rolled = msgspec.field(default_factory=Rolled)
     doomed: list[int] = []
     """Workers that are to be ended."""
     buried: list[int] = []

@@ -47,6 +47,7 @@ class Leader:
         self._coordinator = Coordinator(node.job, node.folder, office, journal)
         self._coordinator.start, self._coordinator.kill = self._start, node.crew.kill
         self._coordinator.changed = self._changed
+        self._coordinator.rollback.reached = self._reached
         self._told_wait, self._quiet_s = 0.0, QUIET_S
         self._looked_at = 0.0
         self._outposts: Outposts | None = None
@@ -63,7 +64,7 @@ class Leader:
         """Until the run ends (its exit code), or this machine has left it (0), or another agent leads (None)."""
         try:
             self._begin()
-            while self.journal.running or self.journal.awaited:
+            while self.journal.running or self.journal.awaited or self._coordinator.rollback.under_way:
                 self._turn()
                 if self._has_left:
                     return self._leave()
@@ -137,6 +138,7 @@ class Leader:
         if self._board.main_ready:
             self._coordinator.main_is_ready()
         self._coordinator.end_newcomers()
+        self._coordinator.rollback.go_on()
         self._inject(rows, time.time() - self.journal.started)
         if self._node.told_to_go:
             self._go()
@@ -235,6 +237,9 @@ class Leader:
             peer.send(answer)
 
     # the look-out
+
+    def _reached(self) -> int:
+        return max(self._board.see(number).step for number in self.journal.membership.settled.members)
 
     def _check_odd_exits(self, rows: list[Seen], now: float) -> None:
         """A worker that left with 0 while others still train has skipped the end of the script."""

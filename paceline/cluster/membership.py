@@ -226,6 +226,24 @@ class Membership:
         """Everybody was asked to go: the run must stop instead."""
         return all(self.standing[m] is Standing.LEAVING for m in self.settled.members)
 
+    # all over again
+
+    def end(self) -> None:
+        """Everybody is to end: nothing that happens to them matters any more."""
+        self.standing = dict.fromkeys(self.standing, Standing.GONE)
+        self.settled = View(self.newest, self.settled.members)  # no term is used twice
+        self.pending, self.overtaken = None, []
+
+    def begin_again(self, why: str) -> list[Instruction]:
+        """All have ended: as many as should train begin together, in a term of their own, the spares too."""
+        first = max(self.standing) + 1
+        members = tuple(range(first, first + self.wanted))
+        spares = range(first + self.wanted, first + self.wanted + self.spares)
+        self.settled = View(self.settled.term + 1, members)
+        self.standing |= dict.fromkeys(members, Standing.MEMBER) | dict.fromkeys(spares, Standing.STARTING)
+        self.starts_left -= len(members) + len(spares)
+        return [Publish(self.settled, False, why), *(Start(number, why) for number in (*members, *spares))]
+
     # what follows
 
     def _announce(self) -> list[Instruction]:

@@ -118,9 +118,10 @@ class ServerReady(msgspec.Struct, tag=True):
 
 
 class Sizes(msgspec.Struct, tag=True):
-    """Main says how large each fragment is."""
+    """How large each fragment is of what servers shall hold in a room; answered when it is written down."""
 
     nbytes: list[int]
+    room: str = "parameters"
 
 
 class Filled(msgspec.Struct, tag=True):
@@ -129,6 +130,12 @@ class Filled(msgspec.Struct, tag=True):
     server: int
     since: dict[int, int]
     """Of each of them, the layout by which that server came to hold it."""
+
+
+class RolledBack(msgspec.Struct, tag=True):
+    """A run that has lost its parameters goes on at this step; 0: there was no checkpoint."""
+
+    step: int
 
 
 class Layout(msgspec.Struct, tag=True):
@@ -148,6 +155,14 @@ class Placed(msgspec.Struct, tag=True):
     filled: list[list[int]]
     """Of each fragment: the backups that hold all of it."""
     addresses: dict[int, str]
+    rooms: dict[str, tuple[int, int]] = {}
+    """What the fragments are of: the first one's number, and how many."""
+
+    def of(self, room: str) -> Placed:
+        """The layout of one room, whose fragments are numbered by themselves there."""
+        first, count = self.rooms.get(room, (0, 0))
+        mine = slice(first, first + count)
+        return Placed(self.number, self.holders[mine], self.since[mine], self.filled[mine], self.addresses)
 
 
 class Done(msgspec.Struct, tag=True):
@@ -209,14 +224,15 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Scale(msgspec.Struct, tag=True):
-    """Train with so many workers from now on."""
+    """Train with so many workers and servers from now on; None: as it is."""
 
-    workers: int
+    workers: int | None = None
+    servers: int | None = None
 
 
 Message = (
     Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
-    | ServerReady | Sizes | Filled | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
+    | ServerReady | Sizes | Filled | RolledBack | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

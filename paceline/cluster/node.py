@@ -33,7 +33,7 @@ from paceline.cluster.messages import Ended
 from paceline.cluster.nursing import Fork, Nursery
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead
-from paceline.launch.environment import Ticket, nursery_environment, own_environment
+from paceline.launch.environment import NEWEST, Ticket, nursery_environment, own_environment
 from paceline.watch.folder import RunFolder
 
 TICK_S = 0.1
@@ -254,7 +254,7 @@ class Node:
             str(self.folder.path.absolute()),
             job.flags,
             job.dry_run,
-            job.resume,
+            NEWEST if journal.rolled.times else job.resume,
             place.reach.host,
             self.number,
             server=index if role == "server" else -1,

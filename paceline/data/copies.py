@@ -100,15 +100,15 @@ def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     return inner
 
 
-def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """A copy of the loader that draws its batches from `sampler`, as keys and ids; the data set is `Seeded`.
+def with_sampler(loader: DataLoader[Any], sampler: Any, data: Seeded) -> DataLoader[Any]:
+    """A copy of the loader that draws its batches from `sampler`, as keys and ids of this data.
 
     DataLoader forbids setting these names after construction, but says nothing about a copy's dict:
     a rebuilt loader would lose a subclass's own attributes.
     """
-    inner, seeded = copy_of(loader), Seeded(loader.dataset, loader.collate_fn)
+    inner = copy_of(loader)
     # in_order=False would deliver whichever batch is ready first, under another one's name.
-    inner.__dict__.update({"dataset": seeded, "in_order": True})
+    inner.__dict__.update({"dataset": data, "in_order": True})
     if loader.batch_sampler is None:
         inner.__dict__["sampler"] = sampler
     else:
@@ -125,5 +125,5 @@ def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Itera
         return
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     mine = list(source)[first::stride]
-    inner = with_sampler(loader, [(key, ids) for ids in mine])
+    inner = with_sampler(loader, [(key, ids) for ids in mine], Seeded(loader.dataset, loader.collate_fn))
     yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)

@@ -22,8 +22,9 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from paceline.data.copies import ORIGINAL, copy_of, with_sampler
+from paceline.data.copies import ORIGINAL, Seeded, copy_of, with_sampler
 from paceline.data.dealing import Dealing
 from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
@@ -79,12 +80,66 @@ class Feed(Protocol):
         """Let go of loader processes."""
 
 
+def _any_id(shares: Shares, epoch: int, step: int) -> int:
+    slot = next(slot for slot, size in enumerate(shares.sizes(epoch, step)) if size)
+    return int(shares.ids(epoch, step, slot)[0])
+
+
+class MapFeed:
+    """Any map-style data set. A share is fetched when it is asked for: what a DataLoader without processes does around
+    that (an iterator, an entry in a profile) costs more than the rest of a step's feeding."""
+
+    def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
+        self.batch, self.dealing = loader.batch_size, dealing
+        self._shares, self._sized = shares, not isinstance(shares, ItemShares)
+        self._data, self._collate = Seeded(loader.dataset, loader.collate_fn), loader.collate_fn
+        self._single = loader.batch_sampler is None
+        self._pin = loader.pin_memory and torch.cuda.is_available()
+        self._key = self.depth = 0
+
+    def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
+        self._begin(epoch)
+
+    def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
+        self._begin(epoch)
+
+    def _begin(self, epoch: int) -> None:
+        self._shares.begin(epoch)
+        self._key = mix(self.dealing.seed, epoch, _ITEM)
+
+    @property
+    def steps(self) -> int | None:
+        return self._shares.steps
+
+    def sizes(self, epoch: int, step: int) -> list[int] | None:
+        return self._shares.sizes(epoch, step) if self._sized else None
+
+    def share(self, epoch: int, step: int, slot: int) -> Share | None:
+        ids = self._shares.ids(epoch, step, slot)
+        if not len(ids):
+            return None
+        if self._single:
+            value = self._collate(self._data[self._key, int(ids[0])])
+        else:
+            value = self._data.__getitems__((self._key, ids.tolist()))
+        return Share(pin_memory(value) if self._pin else value, ids)
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        index = _any_id(self._shares, epoch, step)
+        set_seed(mix(index))
+        sample = self._data.inner[index]
+        return sample if self._single else self._collate([sample])
+
+    def stop(self) -> None:
+        return
+
+
 class _Aim:
     """A batch sampler that can be pointed at a position: (epoch, step) and the slots to serve."""
 
-    def __init__(self, shares: Shares, seed: int, single: bool) -> None:
-        self.shares, self.seed, self._single = shares, seed, single
-        self.epoch = 0
+    def __init__(self, shares: Shares, single: bool) -> None:
+        self.shares, self._single = shares, single
+        self.epoch, self.key = 0, 0
         self.slots: Sequence[int] = ()
         self.places: Callable[[], Iterable[tuple[int, int]]]
         self.asked: deque[tuple[tuple[int, int], Ids]] = deque()
@@ -95,7 +150,7 @@ class _Aim:
         return self._ask(self.asked)
 
     def _ask(self, asked: deque[tuple[tuple[int, int], Ids]]) -> Iterator[Any]:
-        key = mix(self.seed, self.epoch, _ITEM)
+        key = self.key
         for step, slot in self.places():
             ids = self.shares.ids(self.epoch, step, slot)
             if not len(ids):
@@ -107,56 +162,37 @@ class _Aim:
         return self.shares.steps * len(self.slots)
 
 
-def _any_id(shares: Shares, epoch: int, step: int) -> int:
-    slot = next(slot for slot, size in enumerate(shares.sizes(epoch, step)) if size)
-    return int(shares.ids(epoch, step, slot)[0])
-
-
-class MapFeed:
-    """Any map-style data set, through the user's own DataLoader."""
+class AheadFeed(MapFeed):
+    """The same through the user's own DataLoader: its processes read ahead, or it is of a kind of its own."""
 
     def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
-        self.batch, self.dealing = loader.batch_size, dealing
-        self._shares = shares
-        self._aim = _Aim(shares, dealing.seed, single=loader.batch_sampler is None)
-        self._loader = with_sampler(loader, self._aim)
+        super().__init__(loader, shares, dealing)
+        self._aim = _Aim(shares, self._single)
+        self._loader = with_sampler(loader, self._aim, self._data)
         self.depth = loader.num_workers * (loader.prefetch_factor or 0)
-        self._sized = not isinstance(shares, ItemShares)
         self._items: Iterator[Any] | None = None
         self._early: dict[tuple[int, int], Share] = {}
-        self._dataset: Any = loader.dataset
-        self._collate: Any = None if loader.batch_sampler is None else loader.collate_fn
 
     def start(self, epoch: int, first_step: int, slots: Sequence[int]) -> None:
-        steps = range(first_step, self._begin(epoch, slots))
-        self._aim.places = lambda: ((step, slot) for step in steps for slot in slots)
-        self._items, self._early = iter(self._loader), {}
+        super().start(epoch, first_step, slots)
+        steps = range(first_step, self._shares.steps)
+        self._read(epoch, slots, lambda: ((step, slot) for step in steps for slot in slots))
 
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
-        self._begin(epoch, range(self.dealing.slots))
-        self._aim.places = lambda: places
+        super().follow(epoch, places)
+        self._read(epoch, range(self.dealing.slots), lambda: places)
+
+    def _read(self, epoch: int, slots: Sequence[int], places: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        aim = self._aim
+        aim.epoch, aim.slots, aim.places, aim.key = epoch, slots, places, self._key
         self._items, self._early = iter(self._loader), {}
-
-    def _begin(self, epoch: int, slots: Sequence[int]) -> int:
-        self._shares.begin(epoch)
-        self._aim.epoch, self._aim.slots = epoch, slots
-        return self._shares.steps
-
-    @property
-    def steps(self) -> int | None:
-        return self._shares.steps
-
-    def sizes(self, epoch: int, step: int) -> list[int] | None:
-        return self._shares.sizes(epoch, step) if self._sized else None
 
     def share(self, epoch: int, step: int, slot: int) -> Share | None:
         if self._items is None or not self._shares.sizes(epoch, step)[slot]:
             return None
         if (step, slot) in self._early:
             return self._early.pop((step, slot))
-        if slot not in self._aim.slots:
-            return self._fetch(epoch, step, slot)
-        while (item := next(self._items, _END)) is not _END:
+        while slot in self._aim.slots and (item := next(self._items, _END)) is not _END:
             place, ids = self._aim.asked.popleft()
             share = Share(item, ids)
             if place == (step, slot):
@@ -164,20 +200,7 @@ class MapFeed:
             # Asked for out of order: slots were dealt anew. What is passed over may still be wanted in this step.
             self._early = {known: value for known, value in self._early.items() if known[0] == step}
             self._early[place] = share
-        return self._fetch(epoch, step, slot)
-
-    def _fetch(self, epoch: int, step: int, slot: int) -> Share:
-        """As the loader's own processes would have."""
-        ids = self._shares.ids(epoch, step, slot)
-        key, data, collate = mix(self._aim.seed, epoch, _ITEM), self._loader.dataset, self._loader.collate_fn
-        single = self._collate is None
-        return Share(collate(data[key, int(ids[0])] if single else data.__getitems__((key, ids.tolist()))), ids)  # type: ignore[attr-defined]
-
-    def stand_in(self, epoch: int, step: int) -> Any:
-        index = _any_id(self._shares, epoch, step)
-        set_seed(mix(index))
-        sample = self._dataset[index]
-        return sample if self._collate is None else self._collate([sample])
+        return super().share(epoch, step, slot)
 
     def stop(self) -> None:
         self._items = None
@@ -279,14 +302,14 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
     if isinstance(loader.dataset, IterableDataset):
         return StreamFeed(copy_of(loader), Dealing("stream", slots, seed))
     n = _size_of(loader.dataset)
-    batches = loader.batch_sampler
+    batches, feed = loader.batch_sampler, AheadFeed if _reads_by_itself(loader) else MapFeed
     if batches is not None and type(batches) is not BatchSampler:
         given = GivenBatches(batches, slots, split, seed)
-        return MapFeed(loader, given, Dealing("given", slots, seed, n))
+        return feed(loader, given, Dealing("given", slots, seed, n))
     order = _order_of(loader.sampler, n, seed)
     words = _ORDERS[type(order)]
     if batches is None:
-        return MapFeed(loader, ItemShares(order, slots), Dealing("items", slots, seed, n, words, order.n))
+        return feed(loader, ItemShares(order, slots), Dealing("items", slots, seed, n, words, order.n))
     batch, drop_last = batches.batch_size, batches.drop_last
     kind = "rows" if split.kind == "rows" else "batches"
     dealing = Dealing(kind, slots, seed, n, words, order.n, batch, drop_last)
@@ -295,7 +318,13 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
         raise UsageError(f"drop_last=True with a batch of {batch} leaves no step in a data set of {n} samples")
     if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate and loader.num_workers == 0:
         return TensorFeed(loader, shares, dealing)
-    return MapFeed(loader, shares, dealing)
+    return feed(loader, shares, dealing)
+
+
+def _reads_by_itself(loader: DataLoader[Any]) -> bool:
+    """Whether it has processes, or a subclass's own way to go through its batches."""
+    names = ("__iter__", "_get_iterator")
+    return loader.num_workers > 0 or any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in names)
 
 
 def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Shares:

@@ -13,10 +13,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """The same batch, with every tensor in it changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)([map_tensors(item, change) for item in value])
+        items = [change(item) if isinstance(item, torch.Tensor) else map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         changed = copy.copy(value)
         changed.update({key: map_tensors(item, change) for key, item in value.items()})

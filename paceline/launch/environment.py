@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.processor import mkl_branch
+
 MARK = "PACELINE_TICKET"
+NEWEST = "newest"
+"""Instead of a checkpoint's name: whichever is the newest that can be read, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def bit_environment(threads: int) -> dict[str, str]:
     """What must be set before torch is imported, or other worker counts give other bits (measured)."""
     return {
         # MKL picks code paths by alignment and count of threads unless told not to.
-        "MKL_CBWR": "AVX2",
+        "MKL_CBWR": os.environ.get("MKL_CBWR", mkl_branch()),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),

@@ -1,12 +1,13 @@
 """Who may go on, and on whom others wait. Pure: time is an argument.
 
-A worker's clock is the number of pushes it has made. Its staleness is how far it is ahead of the slowest of the living
-when it pulls: how many pushes of others it will not have seen. A mode says how much of that is allowed:
+A worker's clock is the step to which what it has in hand belongs: micro-batches are handed out in the order of steps, to
+whoever is free. Its staleness is how far that is ahead of the oldest that anybody has in hand when it pulls: of no step
+before that is a push missing. A mode says how much of it is allowed:
 
     ps              Sync        none: a step's pushes all come before anybody's next pull
     async           Async       any
-    ssp:s           Bounded     s pushes
-    dssp:low,high   Adaptive    low pushes, and up to high while that is predicted to shorten the wait
+    ssp:s           Bounded     s steps
+    dssp:low,high   Adaptive    low steps, and up to high while that is predicted to shorten the wait
     ps+backup:k     Backup      none; but the k slots that are expected last are computed twice, so k may be late
 
 Whoever is slowest may always go on. So nobody waits in a circle, and all that wait do so for a worker that does not.
@@ -69,8 +70,8 @@ Mode = Sync | Async | Bounded | Adaptive | Backup
 _MODES: dict[str, tuple[type[Mode], int, str]] = {
     "ps": (Sync, 0, "ps"),
     "async": (Async, 0, "async"),
-    "ssp": (Bounded, 1, "ssp:3, for at most 3 pushes ahead of the slowest worker"),
-    "dssp": (Adaptive, 2, "dssp:1,8, for 1 to 8 pushes ahead of the slowest worker"),
+    "ssp": (Bounded, 1, "ssp:3, for at most 3 steps ahead of the slowest worker"),
+    "dssp": (Adaptive, 2, "dssp:1,8, for 1 to 8 steps ahead of the slowest worker"),
     "ps+backup": (Backup, 1, "ps+backup:1, for 1 slot that is computed twice"),
     "central": (Sync, 0, "central"),
 }
@@ -84,7 +85,7 @@ def parse(text: str) -> Mode:
     Adaptive(low=1, high=8)
     >>> parse("ssp")
     Traceback (most recent call last):
-    paceline.errors.UsageError: 'ssp' is no mode of the servers; write ssp:3, for at most 3 pushes ahead of the slowest worker
+    paceline.errors.UsageError: 'ssp' is no mode of the servers; write ssp:3, for at most 3 steps ahead of the slowest worker
     """
     name, colon, rest = text.partition(":")
     if name not in _MODES:
@@ -113,7 +114,7 @@ def may_pull(mode: Mode, clocks: Mapping[int, int], worker: int, until: int = 0)
     go ahead.
 
     >>> may_pull(Bounded(3), {0: 9, 1: 5}, worker=0)
-    Decision(go=False, why='worker 1 is 4 pushes behind, and ssp:3 allows 3', waits_for=1)
+    Decision(go=False, why='worker 1 is 4 steps behind, and ssp:3 allows 3', waits_for=1)
     """
     slowest = min(clocks, key=lambda other: (clocks[other], other))
     stale = clocks[worker] - clocks[slowest]
@@ -132,7 +133,7 @@ def may_pull(mode: Mode, clocks: Mapping[int, int], worker: int, until: int = 0)
             allowed = most
         case Adaptive(low, high):
             allowed = high if clocks[worker] < until else low
-    behind = f"worker {slowest} is {stale} {'push' if stale == 1 else 'pushes'} behind"
+    behind = f"worker {slowest} is {stale} {'step' if stale == 1 else 'steps'} behind"
     return _decide(stale <= allowed, f"{behind}, and {mode} allows {allowed or 'none'}", slowest)
 
 
@@ -142,7 +143,7 @@ def _decide(go: bool, why: str, slowest: int) -> Decision:
 
 @dataclass(frozen=True)
 class Pace:
-    """When a worker began its step in hand, and the seconds that it lately needed for one: waiting is not its pace."""
+    """When a worker began what it has in hand, and the seconds that it lately needed for such: waiting is not its pace."""
 
     began: float
     usual: float | None = None
@@ -179,14 +180,12 @@ class Kept(msgspec.Struct):
     """What of the clocks goes to a backup, and outlives a server."""
 
     clocks: dict[int, int] = msgspec.field(default_factory=dict)
-    floor: int = 0
-    """The slowest clock there has been at last: it never falls, also while nobody is there."""
     staleness: dict[int, int] = msgspec.field(default_factory=dict)
     """How many pulls had how much."""
 
 
 class Clocks:
-    """The clocks of the living, as a server sees them."""
+    """The clocks of those who have something in hand, as a server sees them."""
 
     def __init__(self, mode: Mode, kept: Kept | None = None) -> None:
         """Times mean nothing to another process, so paces are not kept: they are known again after a step."""
@@ -194,59 +193,44 @@ class Clocks:
         self.kept = Kept() if kept is None else kept
         self._paces: dict[int, Pace] = {}
         self._until: dict[int, int] = {}
-        self._pulled: dict[int, int] = {}
-        """The clock of each worker's last pull that was answered: asked for again, it is counted once."""
 
-    @property
-    def slowest(self) -> int:
-        """The smallest clock of the living."""
-        return min(self.kept.clocks.values(), default=self.kept.floor)
-
-    def join(self, worker: int) -> int:
-        """A newcomer begins with the slowest: its clock. One that is there already keeps its own."""
-        return self.kept.clocks.setdefault(worker, self.slowest)
-
-    def leave(self, worker: int) -> None:
-        """It is dead, or has nothing more to do: nobody waits for it any longer."""
-        self.kept.clocks.pop(worker, None)
-        for of in (self._paces, self._until, self._pulled):
-            of.pop(worker, None)
-        self.kept.floor = self.slowest
-
-    def push(self, worker: int, clock: int, now: float) -> None:
-        """A worker has made so many pushes. Said twice, it counts once; one that has left does not come back so."""
-        if clock <= self.kept.clocks.get(worker, clock):
-            return
-        self.kept.clocks[worker] = clock
-        self.kept.floor = self.slowest
-        pace = self._paces.get(worker)
-        self._paces[worker] = pace.after(now) if pace else Pace(now)
-
-    def pull(self, worker: int, now: float) -> Decision:
-        """Whether it may pull; if so, its staleness is recorded."""
+    def begin(self, worker: int, clock: int, now: float) -> Decision:
+        """Whether a worker may pull for something of this clock, and take it in hand. Asked again, it is counted once."""
         clocks = self.kept.clocks
-        if worker not in clocks:
-            return Decision(False, f"worker {worker} is not among those who train")
+        if clocks.get(worker) == clock:
+            return Decision(True, "it has it in hand")
+        clocks = {**clocks, worker: clock}
+        slowest = min(clocks.values())
         if isinstance(self.mode, Adaptive):
-            self._grant(worker, self.mode, now)
+            self._grant(worker, clocks, self.mode, now)
         decision = may_pull(self.mode, clocks, worker, self._until.get(worker, 0))
-        if decision.go and self._pulled.get(worker) != clocks[worker]:
-            self._pulled[worker] = clocks[worker]
+        if decision.go:
+            self.kept.clocks = clocks
             pace = self._paces.get(worker)
             self._paces[worker] = Pace(now, pace.usual if pace else None)
-            stale = clocks[worker] - self.slowest
+            stale = clock - slowest
             self.kept.staleness[stale] = self.kept.staleness.get(stale, 0) + 1
         return decision
 
-    def _grant(self, worker: int, mode: Adaptive, now: float) -> None:
+    def end(self, worker: int, now: float) -> None:
+        """It has done what it had in hand: nobody waits for it while it has nothing."""
+        if self.kept.clocks.pop(worker, None) is not None and worker in self._paces:
+            self._paces[worker] = self._paces[worker].after(now)
+
+    def leave(self, worker: int) -> None:
+        """It is dead."""
+        self.kept.clocks.pop(worker, None)
+        for of in (self._paces, self._until):
+            of.pop(worker, None)
+
+    def _grant(self, worker: int, clocks: Mapping[int, int], mode: Adaptive, now: float) -> None:
         """Let a worker that is too far ahead, and has used up what it was granted, go on where that shortens its wait."""
-        clocks = self.kept.clocks
-        own = clocks[worker]
-        most = mode.high + 1 - (own - self.slowest)
-        if own - self.slowest <= mode.low or own < self._until.get(worker, 0) or most <= 0:
+        own, slowest = clocks[worker], min(clocks.values())
+        most = mode.high + 1 - (own - slowest)
+        if own - slowest <= mode.low or own < self._until.get(worker, 0) or most <= 0:
             return
         unknown = Pace(now)
-        behind = [self._paces.get(other, unknown) for other in clocks if clocks[other] == self.slowest]
+        behind = [self._paces.get(other, unknown) for other in clocks if clocks[other] == slowest]
         last = max(behind, key=lambda pace: float("inf") if pace.usual is None else pace.began + pace.usual)
         self._until[worker] = own + extra_steps(self._paces.get(worker, unknown), last, now, most)
 

@@ -6,28 +6,31 @@ from concurrent.futures import Future
 from typing import Any
 
 from paceline.cluster.messages import Placed
-from paceline.servers.calling import Reply
+from paceline.servers.calling import RefusedError, Reply
+from paceline.servers.copying import Copying
 from paceline.servers.lines import Server
-from paceline.servers.shelf import Shelf
+from paceline.servers.serving import Answer
 
 
 class DirectLine:
     """Leads straight to a shelf; a call that has to wait does so in the caller's thread."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Copying[Any]) -> None:
         self._shelf = shelf
 
     def call(self, message: Any, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
         future: Future[Reply] = Future()
         try:
-            answer, buffers = self._shelf.handle(message, memoryview(bytearray().join(body)))
+            answer = Answer(*self._shelf.handle(message, memoryview(bytearray().join(body))))
         except ValueError as error:
-            future.set_exception(error)
+            future.set_exception(RefusedError(str(error)))
             return future
-        raw = b"".join(buffers)
+        raw = bytearray().join(answer.buffers)
+        if answer.sent is not None:
+            answer.sent()
         if into is not None and len(raw) == len(into):
             into[:] = raw
-        future.set_result(Reply(answer, memoryview(raw)))
+        future.set_result(Reply(answer.message, memoryview(raw)))
         return future
 
     def close(self) -> None:
@@ -37,8 +40,8 @@ class DirectLine:
 class OwnServer:
     """The directory of a run that has its one server in itself."""
 
-    def __init__(self) -> None:
-        self._shelf = Shelf()
+    def __init__(self, shelf: Copying[Any]) -> None:
+        self._shelf = shelf
         self._fragments = 0
 
     def size(self, nbytes: list[int]) -> None:

@@ -10,18 +10,18 @@ from paceline.servers.lines import Server, line_to
 
 
 class Fleet:
-    """`ask` puts a question to the leader; `name` is how this worker calls itself."""
+    """`ask` puts a question to the leader; `name` is how this worker calls itself; `room` is what it wants of the servers."""
 
-    def __init__(self, ask: Callable[[Any], tuple[Any, list[int]]], secret: bytes, name: str) -> None:
-        self._ask, self._secret, self._name = ask, secret, name
+    def __init__(self, ask: Callable[[Any], tuple[Any, list[int]]], secret: bytes, name: str, room: str) -> None:
+        self._ask, self._secret, self._name, self._room = ask, secret, name, room
 
     def size(self, nbytes: list[int]) -> None:
-        self._ask(Sizes(nbytes))
+        self._ask(Sizes(nbytes, self._room))
 
     def layout(self, after: int) -> Placed:
         placed, _ = self._ask(Layout(after))
-        assert isinstance(placed, Placed)
-        return placed
+        assert isinstance(placed, Placed) and self._room in placed.rooms
+        return placed.of(self._room)
 
     def dial(self, address: str) -> Server:
         return Server(*(line_to(address, self._secret, self._name) for _ in range(2)))

@@ -8,11 +8,11 @@ a puller that is slow or frozen holds up no push.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,17 +30,35 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def _assign(ours: torch.Tensor, theirs: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(theirs)
+def dtype_name(tensor: torch.Tensor) -> str:
+    return _NAMES[tensor.dtype]
 
 
-COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
-    "assign": _assign,
-    "sum": lambda ours, theirs, out: torch.add(ours, theirs, out=out),
-    "max": lambda ours, theirs, out: torch.maximum(ours, theirs, out=out),
-    "min": lambda ours, theirs, out: torch.minimum(ours, theirs, out=out),
+class Combine(NamedTuple):
+    """What a push does with what is there, in the key's own dtype: `do(ours, theirs, rate, out)`."""
+
+    words: str
+    do: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], Any]
+    rated: bool = False
+    """Whether it takes a rate; then it is for floating point only."""
+
+
+COMBINE = {
+    "assign": Combine("what is pushed", lambda ours, theirs, rate, out: out.copy_(theirs)),
+    "sum": Combine("ours + theirs", lambda ours, theirs, rate, out: torch.add(ours, theirs, out=out)),
+    "max": Combine("the larger one, by element", lambda ours, theirs, rate, out: torch.maximum(ours, theirs, out=out)),
+    "min": Combine("the smaller one, by element", lambda ours, theirs, rate, out: torch.minimum(ours, theirs, out=out)),
+    "sgd": Combine(
+        "ours - rate * theirs",
+        lambda ours, theirs, rate, out: torch.sub(ours, theirs, alpha=rate, out=out),
+        rated=True,
+    ),
+    "blend": Combine(
+        "ours + rate * (theirs - ours)",
+        lambda ours, theirs, rate, out: torch.lerp(ours, theirs, rate, out=out),
+        rated=True,
+    ),
 }
-"""What a push does with what is there: `combine(ours, theirs, out)`."""
 
 
 class Push(msgspec.Struct, tag=True, frozen=True):
@@ -51,6 +69,9 @@ class Push(msgspec.Struct, tag=True, frozen=True):
     shape: tuple[int, ...]
     combine: str
     pull: bool = False
+    rate: float | None = None
+    at_least: int = 0
+    """What the version is then, if it would not be newer: a key that is brought back goes on where it was."""
 
 
 class Pull(msgspec.Struct, tag=True, frozen=True):
@@ -96,18 +117,23 @@ class _Entry:
     version: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def check(self) -> None:
-        if not self.version:
+    def match(self, push: Push) -> None:
+        """Whether it can take this."""
+        if not self.version and push.combine != "assign":
             raise _unknown(self.key)
+        if (push.dtype, push.shape) != (self.dtype, self.shape):
+            raise ValueError(
+                f"{self.key} is {self.dtype} of shape {self.shape}, and {push.dtype} of {push.shape} was pushed"
+            )
 
-    def put(self, theirs: torch.Tensor, combine: str) -> None:
+    def put(self, theirs: torch.Tensor, push: Push) -> None:
         target = self.current
         if target.readers:
             target = self.spare if not self.spare.readers else _Memory(torch.empty_like(self.current.tensor))
-        COMBINE[combine](self.current.tensor, theirs, target.tensor)
+        COMBINE[push.combine].do(self.current.tensor, theirs, push.rate or 0.0, target.tensor)
         if target is not self.current:
             self.current, self.spare = target, self.current
-        self.version += 1
+        self.version = max(self.version + 1, push.at_least)
 
     def answer(self) -> Answer:
         memory = self.current
@@ -125,7 +151,7 @@ def _unknown(key: str) -> ValueError:
 
 
 class Store:
-    """The server's side: `handle` is what `Serving` calls, from many threads."""
+    """The server's side. Pushes and pulls may come from many threads."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -133,56 +159,84 @@ class Store:
         """Guards the table; each entry has its own."""
 
     def handle(self, caller: Caller, message: Call, body: memoryview) -> Answer:
+        """What `Serving` calls, where a store is all that a server has."""
         if isinstance(message, Push):
-            return self._push(message, body)
+            return self.push(message, body)
         if body.nbytes:
             raise ValueError(f"a pull brings nothing, and {body.nbytes} bytes came")
-        entry = self._find(message.key)
-        with entry.lock:
-            entry.check()
-            return entry.answer() if entry.version > message.newer_than else Answer(Pushed(entry.version))
+        return self.pull(message)
 
-    def _push(self, push: Push, body: memoryview) -> Answer:
+    def check(self, push: Push, body: memoryview) -> torch.Tensor:
+        """What is pushed; ValueError if it cannot be."""
         theirs = _tensor(push, body)
-        if push.combine not in COMBINE:
-            raise ValueError(f"there is no combine {push.combine!r}; there are {', '.join(COMBINE)}")
-        entry = self._find(push.key) if push.combine != "assign" else self._find_or_make(push)
-        if (push.dtype, push.shape) != (entry.dtype, entry.shape):
-            raise ValueError(
-                f"{push.key} is {entry.dtype} of shape {entry.shape}, and {push.dtype} of {push.shape} was pushed"
-            )
+        _check_combine(push)
+        with self._lock:
+            entry = self._entries.get(push.key)
+        if entry is not None and entry.version:
+            entry.match(push)
+        elif push.combine != "assign":
+            raise _unknown(push.key)
+        elif not push.key or len(push.key) > _LONGEST_KEY or not push.key.isprintable():
+            raise ValueError(f"a key has 1 to {_LONGEST_KEY} printable characters, unlike {push.key[:_LONGEST_KEY]!r}")
+        return theirs
+
+    def push(self, push: Push, body: memoryview) -> Answer:
+        theirs = self.check(push, body)
+        with self._lock:
+            entry = self._entries.get(push.key)
+            if entry is None:
+                first, second = (_Memory(torch.empty(push.shape, dtype=DTYPES[push.dtype])) for _ in range(2))
+                entry = self._entries[push.key] = _Entry(push.key, push.dtype, push.shape, first, second)
         with entry.lock:
-            if push.combine != "assign":
-                entry.check()
-            entry.put(theirs, push.combine)
+            entry.match(push)
+            entry.put(theirs, push)
             return entry.answer() if push.pull else Answer(Pushed(entry.version))
 
-    def _find(self, key: str) -> _Entry:
+    def pull(self, pull: Pull) -> Answer:
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.get(pull.key)
         if entry is None:
-            raise _unknown(key)
-        return entry
+            raise _unknown(pull.key)
+        with entry.lock:
+            if not entry.version:
+                raise _unknown(pull.key)
+            return entry.answer() if entry.version > pull.newer_than else Answer(Pushed(entry.version))
 
-    def _find_or_make(self, push: Push) -> _Entry:
-        if not push.key or len(push.key) > _LONGEST_KEY or not push.key.isprintable():
-            raise ValueError(f"a key has 1 to {_LONGEST_KEY} printable characters, unlike {push.key[:_LONGEST_KEY]!r}")
+    def version(self, key: str) -> int:
+        """0: there is none."""
         with self._lock:
-            if push.key not in self._entries:
-                first, second = (_Memory(torch.empty(push.shape, dtype=DTYPES[push.dtype])) for _ in range(2))
-                self._entries[push.key] = _Entry(push.key, push.dtype, push.shape, first, second)
-            return self._entries[push.key]
+            return self._entries[key].version if key in self._entries else 0
+
+    def everything(self) -> Iterator[tuple[Push, torch.Tensor]]:
+        """Pushes that would make the same store. Nothing may be pushed meanwhile."""
+        for entry in list(self._entries.values()):
+            if entry.version:
+                push = Push(entry.key, entry.dtype, entry.shape, "assign", at_least=entry.version)
+                yield push, entry.current.tensor
+
+
+def _check_combine(push: Push) -> None:
+    combine = COMBINE.get(push.combine)
+    if combine is None:
+        raise ValueError(f"{push.key}: there is no combine {push.combine!r}; there are {', '.join(COMBINE)}")
+    if not combine.rated and push.rate is not None:
+        raise ValueError(f"{push.key}: {push.combine} takes no rate")
+    if combine.rated and (push.rate is None or not isfinite(push.rate)):
+        raise ValueError(f"{push.key}: {push.combine} ({combine.words}) needs a rate, and has {push.rate}")
+    if combine.rated and not DTYPES[push.dtype].is_floating_point:
+        raise ValueError(f"{push.key} is {push.dtype}, and {push.combine} is for floating point")
 
 
 def _tensor(push: Push, body: memoryview) -> torch.Tensor:
     """The body as what it is said to be."""
+    key = push.key[:_LONGEST_KEY]
     if push.dtype not in DTYPES:
-        raise ValueError(f"there is no dtype {push.dtype[:_LONGEST_KEY]!r}; there are {', '.join(DTYPES)}")
+        raise ValueError(f"{key}: there is no dtype {push.dtype[:_LONGEST_KEY]!r}; there are {', '.join(DTYPES)}")
     dtype = DTYPES[push.dtype]
     if any(size < 0 for size in push.shape) or len(push.shape) > 16:
-        raise ValueError(f"no tensor has the shape {push.shape[:16]}")
+        raise ValueError(f"{key}: no tensor has the shape {push.shape[:16]}")
     if prod(push.shape) * dtype.itemsize != body.nbytes:
-        raise ValueError(f"{push.dtype} of shape {push.shape} is not {body.nbytes} bytes")
+        raise ValueError(f"{key}: {push.dtype} of shape {push.shape} is not {body.nbytes} bytes")
     if not body.nbytes:
         return torch.empty(push.shape, dtype=dtype)
     return torch.frombuffer(body, dtype=dtype).view(push.shape)

@@ -11,6 +11,8 @@ import msgspec
 
 from paceline.servers.carried import Carried, Values
 from paceline.servers.fragments import Fragment
+from paceline.servers.keys_messages import KeyCall, KeySaid
+from paceline.servers.kv import Pulled, Pushed
 from paceline.servers.register import Counted, Delivered, Receipt
 
 
@@ -224,7 +226,7 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | Word | Ended
+    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | Word | Ended | KeySaid
 
 
 class State(msgspec.Struct, tag=True):
@@ -242,6 +244,8 @@ class Begin(msgspec.Struct, tag=True):
     worker: int
     stretch: int
     total: int
+    epoch: int
+    loader: int
 
 
 class Enter(msgspec.Struct, tag=True):
@@ -251,7 +255,7 @@ class Enter(msgspec.Struct, tag=True):
 
 
 class Turn(msgspec.Struct, tag=True):
-    """What a worker has done, and what it has in hand next, once there is something; answered by `Turned`."""
+    """What a worker has done, and what it has in hand next, once there is something and it may go on; answered by `Turned`."""
 
     worker: int
     stretch: int
@@ -275,12 +279,6 @@ class Push(msgspec.Struct, tag=True):
     call: int
     heard: int
     """All servers have applied so many."""
-
-
-class Go(msgspec.Struct, tag=True):
-    """May a worker pull? Waits until it may; answered by `Number`."""
-
-    worker: int
 
 
 class Lost(msgspec.Struct, tag=True):
@@ -314,7 +312,7 @@ class Turned(msgspec.Struct, tag=True):
     numbers: list[int]
     """What the worker has in hand; nothing: the stretch is over."""
     count: int
-    """Pushes counted."""
+    """Pushes counted: the weights to go on with have all of them."""
     steps: int
     samples: int
     """Whole steps of the run so far, and samples."""
@@ -328,9 +326,7 @@ class Turned(msgspec.Struct, tag=True):
 
 class Number(msgspec.Struct, tag=True):
     count: int
-    """Of a push in the order of all; of pushes counted so far."""
-    sees: int = 0
-    """The worker may go on, with the weights after so many pushes; 0: it has to ask."""
+    """Of a push in the order of all, or AGAIN; of pushes counted so far."""
 
 
 class Tail(msgspec.Struct, tag=True):
@@ -338,7 +334,7 @@ class Tail(msgspec.Struct, tag=True):
 
 
 Meeting = Word | Ended | Meet | Abreast | Lacking
-Asking = Begin | Enter | Turn | Push | Go | Lost | Unheard | Hold | Notes
+Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
 
 
 class Done(msgspec.Struct, tag=True):
@@ -353,8 +349,8 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | Meeting
+    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | Meeting | KeyCall
 
 
 Call = Asked | Copy | Outline
-ANSWER = Done | Moved | Begun | Turned | Number | Tail | Met | Lacks
+ANSWER = Done | Moved | Begun | Turned | Number | Tail | Met | Lacks | Pushed | Pulled

@@ -15,10 +15,11 @@ from paceline.cluster.board import Board, Phase
 from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
 from paceline.launch.environment import ticket
+from paceline.servers.copying import Copying
 from paceline.servers.lines import line_to
 from paceline.servers.messages import Call
+from paceline.servers.rooms import Rooms
 from paceline.servers.serving import Serving
-from paceline.servers.shelf import Shelf
 from paceline.settings import merge
 
 _LOOK_S = 0.5
@@ -44,9 +45,10 @@ def main() -> None:
     board.row(handed.worker).enter(Phase.SCRIPT)
     address = f"{handed.address}-server-{handed.server}"
     name = f"server {handed.server}"
-    shelf = Shelf(handed.server, lambda there: line_to(there, secret, name), partial(_tell_filled, new_link()))
-    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: _ends_with(shelf.handle, message, body))
-    for work in (partial(_keep_filling, shelf), partial(_follow_layouts, shelf, link, address)):
+    rooms = Rooms(handed.server, lambda there: line_to(there, secret, name), lambda: partial(_tell_filled, new_link()))
+    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: _ends_with(rooms.handle, message, body))
+    filling = [partial(_keep_filling, shelf) for shelf in rooms.shelves.values()]
+    for work in (*filling, partial(_follow_layouts, rooms, link, address)):
         threading.Thread(target=_ends_with, args=(work,), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
         time.sleep(_LOOK_S)  # the agent ends this process when the last worker has gone
@@ -63,17 +65,17 @@ def _ends_with(work: Callable[..., Result], *arguments: Any) -> Result:
         os._exit(1)
 
 
-def _follow_layouts(shelf: Shelf, link: LeaderLink, address: str) -> None:
+def _follow_layouts(rooms: Rooms, link: LeaderLink, address: str) -> None:
     link.ask(ServerReady(address))
     number = 0
     while True:
         layout, _ = link.ask(Layout(number))
         assert isinstance(layout, Placed)
         number = layout.number
-        shelf.rearrange(layout)
+        rooms.rearrange(layout)
 
 
-def _keep_filling(shelf: Shelf) -> None:
+def _keep_filling(shelf: Copying[Any]) -> None:
     number = 0
     while True:
         number = shelf.fill(number)

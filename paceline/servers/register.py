@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.data.receipts import signed
+from paceline.data.receipts import OWN_DRAWS, signed
 from paceline.servers.applied import Applied
 from paceline.servers.clocks import Kept
 
@@ -50,6 +50,10 @@ class Receipt(msgspec.Struct, array_like=True):
     """What has come in of one step."""
 
     step: int
+    epoch: int
+    loader: int
+    batch: int
+    """Which of the loader's batches in this epoch; with own draws, how many shares the step is cut into."""
     parts: int = 0
     samples: int = 0
     ids: int = 0
@@ -77,6 +81,9 @@ class Register(msgspec.Struct):
     """Micro-batches of the stretch."""
     first: int = 0
     """The step with which it begins."""
+    epoch: int = 0
+    loader: int = OWN_DRAWS
+    """What it is about, for receipts."""
     count: int = 0
     """Pushes counted."""
     done: Applied = msgspec.field(default_factory=Applied)
@@ -111,11 +118,12 @@ class Register(msgspec.Struct):
 
     # a stretch
 
-    def begin(self, stretch: int, total: int) -> None:
+    def begin(self, stretch: int, total: int, epoch: int = 0, loader: int = OWN_DRAWS) -> None:
         """Said by everybody; the first one begins it."""
         if stretch <= self.stretch:
             return
         self.stretch, self.total, self.first = stretch, total, self.steps
+        self.epoch, self.loader = epoch, loader
         self.fresh, self.back, self.held, self.calls, self.open = 0, [], {}, {}, {}
         self.done = Applied()
 
@@ -179,8 +187,9 @@ class Register(msgspec.Struct):
         return news
 
     def _receipt(self, each: Delivered) -> None:
-        step = self.first + each.number // self.slots
-        receipt = self.open.setdefault(step, Receipt(step))
+        step = self.step_of(each.number)
+        batch = self.slots if self.loader == OWN_DRAWS else step - self.first
+        receipt = self.open.setdefault(step, Receipt(step, self.epoch, self.loader, batch))
         receipt.parts += 1
         receipt.samples += each.samples
         receipt.ids += each.ids
@@ -189,6 +198,10 @@ class Register(msgspec.Struct):
         while (whole := self.open.get(self.steps)) is not None and whole.parts == self.slots:
             self.receipts.append(self.open.pop(self.steps))
             self.steps += 1
+
+    def step_of(self, number: int) -> int:
+        """The run's step to which a micro-batch belongs."""
+        return self.first + number // self.slots
 
     def written(self, steps: int) -> None:
         """Main has written the receipts of these steps."""

@@ -19,7 +19,6 @@ from paceline.servers.messages import (
     Begun,
     Done,
     Enter,
-    Go,
     Hold,
     Lay,
     Lost,
@@ -92,9 +91,9 @@ class Registry:
 
     def _consider(self, register: Register, call: Asking, body: memoryview) -> Answer | None:
         match call:
-            case Begin(worker, stretch, total):
-                register.begin(stretch, total)
-                self._come(register, worker)
+            case Begin(worker, stretch, total, epoch, loader):
+                register.begin(stretch, total, epoch, loader)
+                register.enter(worker)
                 noted = self._notes is not None and self._notes[0] >= stretch
                 return Begun(register.first, register.trainers, noted), ()
             case Enter(worker):
@@ -105,13 +104,7 @@ class Registry:
                 register.heard(heard)
                 if register.keeper not in (-1, worker):
                     return None
-                again = register.pushed.get(worker, (0, 0))[0] == own
-                count = register.push(worker, own, number, step, bytes(body))
-                if worker in register.clocks.clocks and not again:
-                    self._clocks.push(worker, register.clocks.clocks[worker] + 1, time.monotonic())
-                return Number(count, register.count if self._may_pull(register, worker) else 0), ()
-            case Go(worker):
-                return (Number(register.count, register.count), ()) if self._may_pull(register, worker) else None
+                return Number(register.push(worker, own, number, step, bytes(body))), ()
             case Lost(workers):
                 for worker in workers:
                     register.lose(worker)
@@ -124,22 +117,14 @@ class Registry:
             case Notes():
                 return Done(), ()
 
-    def _may_pull(self, register: Register, worker: int) -> bool:
-        return worker in register.gone or self._clocks.pull(worker, time.monotonic()).go
-
-    def _come(self, register: Register, worker: int) -> None:
-        register.enter(worker)
-        if worker in register.trainers:
-            self._clocks.join(worker)
-
     def _enter(self, register: Register, worker: int) -> Answer | None:
         if self._notes is None or self._notes[0] != register.stretch or register.over:
             return None
-        self._come(register, worker)
+        register.enter(worker)
         return Done(), (memoryview(self._notes[1]),)
 
     def _turn(self, register: Register, turn: Turn) -> Answer | None:
-        worker = turn.worker
+        worker, now = turn.worker, time.monotonic()
         if turn.stretch == register.stretch:
             register.finish(worker, turn.delivered)
         if turn.stop and not register.stop:
@@ -147,16 +132,13 @@ class Registry:
         register.written(turn.written)
         if register.stop or turn.leaves:
             register.give_back(worker)
-        numbers = register.lease(worker, turn.want) if not turn.leaves else []
-        over = turn.leaves or turn.stretch < register.stretch or register.over or worker in register.gone
-        if over or not numbers:
-            self._clocks.leave(worker)  # it does nothing now: nobody waits for it
-        if not (over or numbers):
-            return None
-        if numbers and not over:
-            self._clocks.join(worker)
-        else:
+        numbers = [] if turn.leaves else register.lease(worker, turn.want)
+        if turn.delivered or not numbers:
+            self._clocks.end(worker, now)
+        if turn.leaves or turn.stretch < register.stretch or register.over or worker in register.gone:
             numbers = []
+        elif not numbers or not self._clocks.begin(worker, register.step_of(numbers[0]), now).go:
+            return None
         turned = Turned(
             list(numbers), register.count, register.steps, register.samples, register.trainers, [],
             register.stop, register.stopper, {} if numbers else register.clocks.staleness,

@@ -93,13 +93,11 @@ class Ledger:
     def remember(self, receipts: Iterable[Receipt]) -> None:
         self._recent.extend(receipts)
 
-    def add(self, receipt: Receipt, main: bool) -> None:
-        """A step is committed. What main has not written when it dies, the next one remembers."""
+    def add(self, receipt: Receipt) -> bool:
+        """A step is committed; whether main should write now. What it has not when it dies, the next one remembers."""
         self._recent.append(receipt)
-        if main:
-            many = len(self._recent) >= _AT_ONCE and not self._told  # a full disk is asked now and then only
-            if many or time.monotonic() - self._written_s > _EVERY_S:
-                self.write()
+        many = len(self._recent) >= _AT_ONCE and not self._told  # a full disk is asked now and then only
+        return many or time.monotonic() - self._written_s > _EVERY_S
 
     def write(self) -> None:
         """Main's: whatever may not be in the file yet. Never raises: a full disk must not end a run."""

@@ -9,10 +9,8 @@ scripts do change them between steps, and through `.data` no counter tells.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.state.snapshot import Snapshot
 from paceline.state.writer import Writer
+from paceline.tensors.memory import on_huge_pages
 
 _WORTH_IT = 64 << 10  # bytes: a smaller tensor is copied sooner than handed over
 
@@ -28,7 +27,7 @@ _WORTH_IT = 64 << 10  # bytes: a smaller tensor is copied sooner than handed ove
 class Recorder:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._memory = _memory(1)
+        self._memory = on_huge_pages(1)
         self._taken: _Taken | None = None
         self._late = True
 
@@ -38,7 +37,7 @@ class Recorder:
             self._writer.leave_out(step)
             return False
         if len(self._memory) < snapshot.nbytes:
-            self._memory = _memory(snapshot.nbytes)  # kept: fresh pages cost six times the copy (measured)
+            self._memory = on_huge_pages(snapshot.nbytes)  # kept: fresh pages cost six times the copy (measured)
         late = {id(tensor) for tensor in _quiet(optimizers)} if self._late else set()
         memory = memoryview(self._memory)[: snapshot.nbytes]
         self._taken = _Taken(memory, snapshot.write(memory, late))
@@ -96,14 +95,6 @@ class _Taken:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._settle()
-
-
-def _memory(size: int) -> mmap.mmap:
-    """On whole pages, so that it can go straight to a disk; on huge ones, where the system has them: fewer to look up."""
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _quiet(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:

@@ -2,15 +2,14 @@
 
 A worker takes one micro-batch after the other, each one slot's share of some step, from the register (see
 `servers.register`). An optimizer step of its script is a push: the gradients are staged at all servers, then counted in the
-register, then applied, in the order in which pushes were counted. It goes on with the weights that the servers have then,
-once its mode lets it.
+register, then applied, in the order in which pushes were counted. The next micro-batch begins, once the mode lets it, with
+the weights that the servers have then.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
-from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, refuse_closure
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import (
@@ -30,7 +28,6 @@ from paceline.servers.messages import (
     Begin,
     Begun,
     Enter,
-    Go,
     Hold,
     Lost,
     Notes,
@@ -70,6 +67,7 @@ class FreeRunning:
         self._piece, self._folded = 1.0, 0.0
         self._pieces: dict[int, torch.Tensor] = {}
         """The sum over the pieces of the micro-batch in hand, of each parameter."""
+        self._pulled = False
         self._told_s = self._spent_s = 0.0
         self._staleness: dict[int, int] = {}
 
@@ -151,9 +149,9 @@ class FreeRunning:
 
     # a stretch
 
-    def begin_stretch(self, total: int, notes: Callable[[], bytearray] | None) -> Begun:
-        begun: Begun = self._ask(Begin(self._seat.worker, self._stretch, total)).message
-        if not begun.noted and notes is not None:
+    def begin_stretch(self, total: int, epoch: int, loader: int, notes: Callable[[], bytearray]) -> Begun:
+        begun: Begun = self._ask(Begin(self._seat.worker, self._stretch, total, epoch, loader)).message
+        if not begun.noted:
             self._ask(Notes(self._stretch, [self._place]), memoryview(notes()))
         return begun
 
@@ -169,9 +167,12 @@ class FreeRunning:
         turned: Turned = self._ask(turn).message
         return turned
 
-    def take(self, number: int, weight: float) -> None:
-        """This micro-batch is in hand now."""
+    def take(self, number: int, weight: float, count: int) -> None:
+        """This micro-batch is in hand now; the weights for it have so many pushes, or more."""
         self._number, self._call, self._weight = number, 0, weight if self._mean else 1.0
+        start = time.perf_counter()
+        self.pull(count)
+        self._spent_s += time.perf_counter() - start
 
     def end_stretch(self, turned: Turned) -> None:
         """Everybody's weights are the same now."""
@@ -194,15 +195,13 @@ class FreeRunning:
         refuse_closure(args[1] if len(args) > 1 else kwargs.get("closure"))
         params, carried = self._replica.params, self._stock.carried[number]
         mine = [index for group in carried.groups for index in group.params if index is not None]
-        self._refuse_touched(mine)
         self._grads = {index: params[index].grad for index in mine}
         for index in mine:
             params[index].grad = None  # the optimizer itself finds nothing to do
 
-    def _refuse_touched(self, mine: Sequence[int]) -> None:
-        for index in mine:
-            param, value = self._replica.params[index].detach(), self._stock.value_of[index]
-            if not torch.equal(param.to(value), value) and not value.isnan().any():
+    def _refuse_touched(self) -> None:
+        for param, value in zip(self._replica.params, self._stock.value_of, strict=False):
+            if not torch.equal(param.detach().to(value), value) and not value.isnan().any():
                 raise UsageError(
                     f"the script has changed a weight of shape {tuple(param.shape)} by itself: with --strategy {self._mode} "
                     "weights are the servers', and change by optimizer steps alone; use --strategy ps"
@@ -231,13 +230,11 @@ class FreeRunning:
         self._holders.through(partial(self._stage, {index for index in grads if grads[index] is not None}, moved))
         counted: Number = self._ask(Push(*push, self._number, self._call, self._heard), update).message
         self._call += 1
-        apply = None if counted.count == AGAIN else partial(self._apply, counted.count, update)
-        if counted.sees:
-            self.pull(counted.sees, apply or list)
-            return
-        if apply is not None:  # now: others may wait for it
-            self._holders.through(lambda: self._holders.wait(apply(), self._check))
-        self.pull(self._ask(Go(self._seat.worker)).message.sees)
+        if counted.count != AGAIN:
+            # Nobody waits for that: who pulls sees to it.
+            self._holders.through(partial(self._apply, counted.count, update))
+        if len(self._replica.optimizers) > 1:  # the next one computes with what this one has done
+            self.pull(max(counted.count, self._heard))
 
     def _lay_out(self, grads: dict[int, torch.Tensor | None]) -> bool:
         """Gradients as they are pushed; whether buffers have moved, too."""
@@ -263,14 +260,16 @@ class FreeRunning:
             calls.append(self._holders.out(batch, Stage(self._seat.worker, self._own, batch), *body))
         self._holders.wait(calls, self._check)
 
-    def _apply(self, count: int, update: memoryview) -> list[Future[Reply]]:
-        each = [[fragment for fragment in mine if fragment != self._place] for mine in self._holders.of_each()]
-        return [self._holders.out(held, Apply(count, held), update) for held in each if held]
+    def _apply(self, count: int, update: memoryview) -> None:
+        for mine in self._holders.of_each():
+            held = [fragment for fragment in mine if fragment != self._place]
+            if held:
+                self._holders.out(held, Apply(count, held), update)
 
     # a pull
 
-    def pull(self, count: int, apply: Callable[[], list[Future[Reply]]] = list) -> None:
-        """Go on with the weights after so many pushes, or more; the last one of which is to be applied first."""
+    def pull(self, count: int) -> None:
+        """Go on with the weights after so many pushes, or more."""
         stock, told = self._stock, 0.0
 
         def check(seconds: float) -> None:
@@ -280,8 +279,11 @@ class FreeRunning:
                 told = seconds
                 self._tell_unheard()
 
+        if self._pulled:
+            self._refuse_touched()
+        self._pulled = True
         everything = range(len(stock.fragments))
-        self._holders.through(lambda: self._holders.wait([*apply(), *stock.pull(everything, count)], check))
+        self._holders.through(lambda: self._holders.wait(stock.pull(everything, count), check))
         stock.take_pulled(())
         tensors = [*(param.data for param in self._replica.params), *self._replica.buffers]
         with torch.no_grad():

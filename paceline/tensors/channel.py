@@ -29,6 +29,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from paceline.tensors.memory import on_huge_pages
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous memory."""
 Place = Callable[[bytes, int], memoryview | None]
@@ -143,7 +145,7 @@ class Spare:
         # Pages of fresh memory are not there until they are written: a claim that nothing follows costs nothing.
         memory = self._memory
         if memory is None or len(memory) < nbytes:
-            memory = mmap.mmap(-1, nbytes)
+            memory = on_huge_pages(nbytes)
             self._memory = memory if nbytes <= _KEPT else None
         return memoryview(memory)[:nbytes]
 

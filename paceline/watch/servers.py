@@ -32,6 +32,8 @@ class _Failover:
     replacement: int | None = None
     replaced: float | None = None
     whole: float | None = None
+    over: bool = False
+    """The run went back to a checkpoint: what comes later is not its doing."""
 
 
 @dataclass
@@ -39,6 +41,9 @@ class _Story:
     servers: dict[int, _Server] = field(default_factory=dict)
     failovers: list[_Failover] = field(default_factory=list)
     copies: int = 0
+    rollbacks: int = 0
+    asked: int | None = None
+    """How many there should be since the last `paceline scale`."""
 
     def take(self, event: dict[str, Any]) -> None:
         now, server = event["time"], event.get("server", -1)
@@ -52,8 +57,19 @@ class _Story:
                 self.servers[server].ended, self.servers[server].end = now, event["why"]
                 if event["lost"]:
                     self.failovers.append(_Failover(server, now, self.copies))
-            case "starting a server" if self.failovers:
-                self.failovers[-1].replacement = server
+            case "starting a server" if "replaces" in event:
+                for failover in self.failovers:
+                    if failover.server == event["replaces"]:
+                        failover.replacement = server
+            case "rolling back":
+                self.rollbacks += 1
+                for failover in self.failovers:
+                    failover.over = True
+            case "scaling" if "servers" in event:
+                self.asked = event["servers"]
+                self.copies = min(self.copies, event["servers"])
+                for failover in self.failovers:
+                    failover.copies = min(failover.copies, event["servers"])
             case "layout":
                 self._lay_out(now, event)
 
@@ -61,7 +77,7 @@ class _Story:
         for name, nbytes in event["bytes"].items():
             if int(name) in self.servers:
                 self.servers[int(name)].holds, self.servers[int(name)].leads = nbytes, event["leads"][name]
-        for failover in self.failovers:
+        for failover in [failover for failover in self.failovers if not failover.over]:
             failover.took_over = failover.took_over or now
             if failover.whole is None and event["copies"] >= failover.copies:
                 failover.whole = now
@@ -79,6 +95,10 @@ def servers_of(events: Iterable[dict[str, Any]]) -> list[list[Row]]:
     if not story.servers:
         return []
     lost = f", {len(story.failovers)} of them lost" if story.failovers else ""
+    if story.asked is not None:
+        lost += f"; scaled to {story.asked}"
+    if story.rollbacks:
+        lost += f"; back to a checkpoint {story.rollbacks} time{'s' * (story.rollbacks != 1)}"
     count = len(story.servers)
     head: list[Row] = [(f"{count} server{'s' * (count != 1)}{lost}",)]
     servers: list[Row] = [("server", "from", "to", "holds", "answers for", "end")]

@@ -137,6 +137,8 @@ def _steps_words(summary: dict[str, Any]) -> str:
     inside = [
         counted(summary[key], word) for key, word in (("epochs", "epoch"), ("samples", "sample")) if key in summary
     ]
+    if summary.get("steps_redone"):
+        inside.append(f"{counted(summary['steps_redone'], 'step')} trained again")
     return f"{summary['steps']:,}" + (f" ({', '.join(inside)})" if inside else "")
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.run import _tell_strays
+from paceline.launch.boot import _after_exit
+from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, environment, launch, write_script
 
 PARSER = (
@@ -15,22 +18,33 @@ PARSER = (
 )
 
 
-@pytest.mark.parametrize("given", [("--slots", "4"), ("--slots=4",), ("--lr", "1", "--share-gpus")])
-def test_a_flag_after_the_script_is_pointed_at_when_the_script_refuses_it(
-    tmp_path: Path, given: tuple[str, ...]
-) -> None:
-    result = launch(tmp_path, PARSER, args=given)
-    stray = " ".join(given).removeprefix("--lr 1 ")
+def test_a_flag_after_the_script_is_pointed_at_when_the_script_refuses_it(tmp_path: Path) -> None:
+    result = launch(tmp_path, PARSER, args=("--lr", "1", "--slots", "4"))
     assert result.code == 2
-    assert f"{stray} stands after the script" in result.last_line
-    assert f"paceline run {stray} SCRIPT" in result.last_line
+    assert "--slots 4 stands after the script" in result.last_line
+    assert "paceline run --slots 4 SCRIPT" in result.last_line
 
 
 @pytest.mark.parametrize(
-    ("flags", "given"), [((), ("--lr", "1", "--bogus")), (("--seed", "1"), ("--seed", "2", "--bogus"))]
+    ("flags", "given", "pointed_at"),
+    [
+        ({}, ("--slots", "4"), "--slots 4"),
+        ({}, ("--slots=4",), "--slots=4"),
+        ({}, ("--lr", "1", "--share-gpus"), "--share-gpus"),
+        ({}, ("--lr", "1", "--bogus"), ""),
+        ({"seed": 1}, ("--seed", "2", "--bogus"), ""),
+    ],
 )
-def test_other_refused_arguments_get_no_hint(tmp_path: Path, flags: tuple[str, ...], given: tuple[str, ...]) -> None:
-    result = launch(tmp_path, PARSER, *flags, args=given)
+def test_which_refused_argument_is_pointed_at(
+    capsys: pytest.CaptureFixture[str], flags: dict[str, int], given: tuple[str, ...], pointed_at: str
+) -> None:
+    _tell_strays(given, flags)
+    said = capsys.readouterr().err
+    assert said.startswith(f"paceline: {pointed_at} stands after the script") if pointed_at else said == ""
+
+
+def test_other_refused_arguments_get_no_hint(tmp_path: Path) -> None:
+    result = launch(tmp_path, PARSER, "--seed", "1", args=("--seed", "2", "--bogus"))
     assert result.code == 2 and "stands after the script" not in result.err
 
 
@@ -39,11 +53,11 @@ def test_a_script_that_fails_otherwise_gets_no_hint(tmp_path: Path) -> None:
     assert result.code == 3 and "stands after the script" not in result.err
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_a_script_may_print_its_own_help(tmp_path: Path, flag: str) -> None:
-    result = launch(tmp_path, PARSER, "-n", "2", args=(flag,))
+def test_a_script_may_print_its_own_help(tmp_path: Path) -> None:
+    result = launch(tmp_path, PARSER, "-n", "2", args=("--help",))
     assert result.code == 0 and "show this help message" in result.out
     assert "paceline.init()" not in result.err
+    assert _after_exit(SystemExit(0), ["-h"]) == 0
 
 
 def test_an_exit_with_0_without_init_is_still_a_mistake(tmp_path: Path) -> None:
@@ -57,17 +71,24 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("argument", WRONG)
-@pytest.mark.parametrize("how", ["python", "paceline run"])
-def test_a_wrong_argument_of_init_is_one_line(tmp_path: Path, argument: str, how: str) -> None:
+def is_one_line(said: str, argument: str) -> None:
     begin, end = WRONG[argument].split(".*")
-    path = write_script(tmp_path, HEAD.replace("init()", f"init({argument})") + BODY)
-    command = [sys.executable, *(["-m", "paceline", "run", "-n", "2"] if how == "paceline run" else []), str(path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.strip().splitlines() if "are still starting" not in line]
+    assert "Traceback" not in said
+    (line,) = [line for line in said.strip().splitlines() if "are still starting" not in line]
     assert f"train.py:5: {begin}" in line and line.endswith(end)
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_a_wrong_argument_of_init_is_one_line(tmp_path: Path, argument: str, alone: Alone) -> None:
+    result = alone(tmp_path, HEAD.replace("init()", f"init({argument})") + BODY)
+    assert result.code == 2, result.err
+    is_one_line(result.err, argument)
+
+
+def test_so_it_is_of_several_workers(tmp_path: Path) -> None:
+    result = launch(tmp_path, HEAD.replace("init()", "init(slot=4)") + BODY, "-n", "2")
+    assert result.code == 2, result.err
+    is_one_line(result.err, "slot=4")
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), 2), (("-i",), 0)])

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.cluster.answering import _placed
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.journal import Journal
 
@@ -66,10 +67,10 @@ class Servers(RuleBasedStateMachine):
         return self.fleet.placement is not None and not self.over
 
     def follow(self) -> None:
-        """Servers get the layout; those of the first one begin with nothing, and that is all there is."""
-        if self.fleet.number and not self.done:
-            self.done = [0] * self.fragments
-            for fragment in range(self.fragments):
+        """Servers get the layout; those of a room's first one begin with nothing, and that is all there is."""
+        if self.fleet.number:
+            for fragment in range(len(self.done), self.fragments):
+                self.done.append(0)
                 self.seen |= {self.copy(fragment, server): 0 for server in self.holders(fragment)}
 
     # what happens
@@ -100,10 +101,15 @@ class Servers(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.over)
     @rule(nbytes=st.lists(st.integers(1, 100), min_size=1, max_size=6))
-    def main_tells_the_sizes(self, nbytes: list[int]) -> None:
-        self.fragments = self.fragments or len(nbytes)
-        self.fleet.sized(nbytes)
+    def main_tells_the_sizes(self, nbytes: list[int], room: str = "parameters") -> None:
+        self.fleet.sized(nbytes, room)
+        self.fragments = len(self.fleet.nbytes)
         self.follow()
+
+    @precondition(lambda self: not self.over and self.fleet.addresses)
+    @rule(nbytes=st.lists(st.integers(1, 100), min_size=1, max_size=4))
+    def somebody_wants_keys(self, nbytes: list[int]) -> None:
+        self.main_tells_the_sizes(nbytes, "keys")
 
     @precondition(lambda self: self.going)
     @rule(data=st.data())
@@ -144,6 +150,21 @@ class Servers(RuleBasedStateMachine):
         assert self.fleet.died(server) == all(left), "the run goes on exactly if a filled copy of everything is left"
         self.over = not all(left)
 
+    @precondition(lambda self: not self.over)
+    @rule(wanted=st.integers(1, 5))
+    def another_number_is_asked_for(self, wanted: int) -> None:
+        self.fleet.scale(wanted, sorted(self.alive))
+        self.follow()
+        staying = self.alive - {*self.fleet.leaving}
+        assert len(staying) <= wanted and self.fleet.short(sorted(self.alive)) == wanted - len(staying)
+
+    @precondition(lambda self: not self.over)
+    @rule()
+    def who_holds_nothing_any_more_goes(self) -> None:
+        idle = set(self.fleet.dismiss())
+        self.alive -= idle
+        self.dead |= idle
+
     @rule()
     def another_leader_takes_over(self) -> None:
         before = self.fleet
@@ -168,6 +189,10 @@ class Servers(RuleBasedStateMachine):
                 )
 
     @invariant()
+    def somebody_stays(self) -> None:
+        assert not self.going or self.alive - {*self.fleet.leaving}
+
+    @invariant()
     def nothing_is_laid_on_who_is_not_there(self) -> None:
         assert set(self.fleet.addresses) == self.alive
         if not self.going or self.fleet.placement is None:
@@ -188,6 +213,23 @@ def three_servers(replicas: int = 2, fragments: int = 3) -> Fleet:
         fleet.came(server, f"at {server}")
     fleet.sized([100] * fragments)
     return fleet
+
+
+def test_a_room_that_is_asked_for_later_gets_fragments_behind_those_that_are_there() -> None:
+    fleet = three_servers(fragments=2)
+    fleet.died(0)
+    before = fleet.placement
+    assert before is not None
+    fleet.sized([1] * 4, "keys")
+    fleet.sized([9], "keys")
+    assert fleet.rooms == {"parameters": (0, 2), "keys": (2, 4)} and fleet.placement is not None
+    assert fleet.placement.copies[:2] == before.copies
+    placed = _placed(fleet)
+    keys = placed.of("keys")
+    assert keys.number == placed.number and keys.holders == placed.holders[2:] and len(keys.since) == 4
+    assert all({*holders} == {1, 2} for holders in keys.holders), "and both of them begin with nothing, as a copy"
+    assert keys.filled == [holders[1:] for holders in keys.holders]
+    assert placed.of("rows").holders == []
 
 
 def test_nothing_is_laid_out_before_all_servers_are_there_and_the_sizes_are_known() -> None:
@@ -263,3 +305,49 @@ def test_a_layout_says_what_each_server_holds_and_how_many_copies_there_are() ->
     assert fleet.described()["copies"] == 1, "its copies are not filled yet"
     fleet.filled(2, {fragment: since[2] for fragment, since in enumerate(fleet.since)})
     assert fleet.described()["copies"] == 2 and fleet.described()["bytes"] == {0: 160, 2: 160}
+
+
+def fill_all(fleet: Fleet) -> None:
+    """As the primaries do, one round after the other, until nothing moves any more."""
+    number = 0
+    while fleet.number > number and fleet.placement is not None:
+        number = fleet.number
+        for server in sorted(fleet.addresses):
+            fleet.filled(server, {k: since[server] for k, since in enumerate(fleet.since) if server in since})
+
+
+def test_a_newcomer_that_was_asked_for_gets_its_part() -> None:
+    fleet = three_servers(fragments=12)
+    fleet.scale(4, [0, 1, 2])
+    assert fleet.short([0, 1, 2]) == 1 and not fleet.settled
+    fleet.came(3, "at 3")
+    fill_all(fleet)
+    assert fleet.settled and fleet.described()["leads"] == {0: 300, 1: 300, 2: 300, 3: 300}
+    assert fleet.described()["copies"] == 2 and fleet.dismiss() == []
+
+
+def test_who_is_to_go_holds_what_it_has_until_others_do() -> None:
+    fleet = three_servers(fragments=6)
+    fleet.scale(1, [0, 1, 2])
+    assert fleet.leaving == [1, 2] and fleet.dismiss() == []
+    fill_all(fleet)
+    assert fleet.dismiss() == [1, 2] and fleet.settled
+    assert fleet.described()["bytes"] == {0: 600}
+    fleet.came(2, "at 2")
+    assert list(fleet.addresses) == [0], "it was heard late"
+
+
+def test_if_all_who_were_to_stay_die_some_of_the_others_stay() -> None:
+    fleet = three_servers()
+    fleet.scale(1, [0, 1, 2])
+    assert not fleet.died(0), "one server shall hold everything, so the others' copies of its part are gone"
+    assert fleet.leaving == [2] and fleet.short([1, 2]) == 0
+
+
+def test_who_is_still_starting_goes_first_and_at_once() -> None:
+    fleet = three_servers()
+    fleet.scale(4, [0, 1, 2])
+    fleet.scale(3, [0, 1, 2, 3])
+    assert fleet.dismiss() == [3]
+    fleet.came(3, "at 3")
+    assert sorted(fleet.addresses) == [0, 1, 2]

@@ -321,3 +321,18 @@ def test_no_more_are_started_than_the_machines_have_room_for() -> None:
     assert membership.reach == 2
     back = membership.make_room(4, "it is back")
     assert [each.worker for each in back if isinstance(each, Start)] == [4, 5] and membership.reach == 4
+
+
+def test_all_begin_again_in_a_term_of_their_own() -> None:
+    membership = Membership.begin(wanted=2, starts_left=9, spares=1)
+    membership.died(1, "was killed")
+    membership.ready(2)
+    assert membership.pending == View(3, (0, 2))
+    membership.end()
+    for words in (membership.died(0, "was killed"), membership.ready(3), membership.healed(2), membership.leave(0)):
+        assert words == [], "nothing that happens to those of before matters"
+    published, *started = membership.begin_again("all was lost")
+    assert published == Publish(View(4, (4, 5)), False, "all was lost")
+    assert [start.worker for start in started if isinstance(start, Start)] == [4, 5, 6]
+    assert membership.starts_left == 9 - 1 - 3 and membership.standing[6] is Standing.STARTING
+    assert membership.died(4, "was killed")[0] == Publish(View(5, (5,)), False, "worker 4 was killed")

@@ -19,7 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.loader import MapFeed, StreamFeed, TensorFeed, build_feed
+from paceline.data import loader as loader_module
+from paceline.data.loader import AheadFeed, MapFeed, StreamFeed, TensorFeed, build_feed
 from paceline.data.partition import Split
 from paceline.errors import UsageError
 from tests.data.loaders import EVEN, ROWS, Augmented, Many, Stream, numbers, own_collate, plain, steps_of, value
@@ -149,6 +150,45 @@ def test_a_share_that_draws_nothing_is_fetched_and_collated_once() -> None:
 
     steps_of(build_feed(DataLoader(dataset, batch_size=4, collate_fn=collate), 1, EVEN, 0), range(1))
     assert dataset.asked == [[0, 1, 2, 3], [4, 5, 6, 7]] and collated == [4, 4]
+
+
+class Counting(DataLoader[Any]):
+    """Its own way to go through its batches."""
+
+    passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_loaders_own_way_through_its_batches_is_kept() -> None:
+    feed, plain_feed = (
+        build_feed(kind(Augmented(), batch_size=7, shuffle=True), 3, EVEN, 9) for kind in (Counting, DataLoader)
+    )
+    assert type(feed) is AheadFeed and type(plain_feed) is MapFeed
+    assert plain(steps_of(feed, range(3))) == plain(steps_of(plain_feed, range(3)))
+    assert feed._loader.passes == 1  # type: ignore[attr-defined]
+
+
+def test_shares_come_in_any_order_and_for_any_slot_whoever_reads_them() -> None:
+    """Slots that are dealt anew within a step: some were aimed at, and some are another worker's."""
+    feeds = [build_feed(kind(Augmented(), batch_size=8, shuffle=True), 4, EVEN, 9) for kind in (Counting, DataLoader)]
+    for feed in feeds:
+        feed.start(0, 1, [0, 2])
+    for step, slot in [(1, 2), (1, 0), (1, 3), (2, 0), (2, 1), (2, 2)]:
+        ahead, direct = (feed.share(0, step, slot) for feed in feeds)
+        assert ahead is not None and direct is not None and ahead.ids.tolist() == direct.ids.tolist()
+        assert plain(ahead.value) == plain(direct.value)
+
+
+def test_what_is_fetched_here_is_pinned_where_the_loader_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loader_module, "pin_memory", lambda value: ("pinned", value))
+    loader = DataLoader(Augmented(), batch_size=4, pin_memory=True, collate_fn=lambda samples: [y for _, y in samples])
+    feed = build_feed(loader, 1, EVEN, 0)
+    feed.start(0, 0, [0])
+    assert value(feed.share(0, 0, 0)) == ("pinned", [0, 1, 2, 3])
 
 
 def test_a_subset_is_a_data_set_like_another() -> None:

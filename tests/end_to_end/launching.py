@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from paceline.cluster.store import LocalStore
 from tests.leaks import end_processes_of
+
+if TYPE_CHECKING:
+    from tests.alone import Alone
 
 TIMEOUT_S = 90
 COMMAND = [sys.executable, "-m", "paceline"]
@@ -121,9 +124,8 @@ def undisturbed(script: str, slots: int) -> Any:
     """A fixture: what a run of one worker learns that waits for nothing."""
 
     @pytest.fixture(scope="module")
-    def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-        folder, text = tmp_path_factory.mktemp("undisturbed"), script.replace(WAITS, "False")
-        return launch(folder, text, "-n", "1", "--slots", str(slots)).weights
+    def weights(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> str:
+        return alone(tmp_path_factory.mktemp("undisturbed"), script.replace(WAITS, "False"), slots=slots).weights
 
     return weights
 

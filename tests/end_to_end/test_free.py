@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import BODY, HEAD, Result, launch, paceline
+from tests.end_to_end.launching import BODY, HEAD, Result, ended, going, launch, paceline
 
 SUMS = Path(__file__).parents[2] / "benchmarks" / "sums.py"
 EPOCHS = 3
@@ -58,6 +58,24 @@ def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint_with_oth
     assert again.returncode == 0, again.stderr
     summary = json.loads((doomed.folder / "summary.json").read_text())
     exact(Result(0, again.stdout, again.stderr, doomed.folder, summary))
+
+
+def test_the_only_server_is_killed_and_no_push_counts_twice(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--servers", "1", "--strategy", "async", "--checkpoint-every", "10")
+    done = sums(tmp_path, *flags, "--fault", "kill server:0 @step 60", pause="0.005")
+    exact(done)
+    assert done.summary["rollbacks"] == 1 and "trained again" in done.err
+
+
+def test_servers_come_and_go_while_workers_push(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--servers", "1", "--strategy", "async")
+    with going(tmp_path, SUMS.read_text(), *flags, args=("40", "0.005")) as run:
+        run.wait_for_step(10)
+        for servers, done in (("3", run.event("settled")), ("1", run.event("ending a server", server=2))):
+            assert paceline("scale", "it", "--servers", servers, cwd=tmp_path).returncode == 0
+            run.wait_for(done, f"--servers {servers}")
+        result = ended(run)
+    exact(result, 50 * 40)
 
 
 TRAINS = (

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end import machines
-from tests.end_to_end.launching import ended, finish, launch
+from tests.end_to_end.launching import ended, finish
 from tests.end_to_end.machines import Spread, spread
 from tests.network import Network
 
@@ -53,12 +54,12 @@ def gaps(run: Spread, first: float, last: float) -> list[float]:
     ],
 )
 def test_joining_over_a_thin_link(
-    tmp_path: Path, network: Network, frozen: int, width: int, state: float, gradient: float
+    tmp_path: Path, network: Network, frozen: int, width: int, state: float, gradient: float, alone: Alone
 ) -> None:
     """The others step on while the state is on its way. Where every step's gradient is large, they go at the link's
     pace then, or half of it, as long as the newcomer is far behind; as they will with it as one of them."""
     script = SCRIPT.replace("FROZEN", str(frozen)).replace("WIDTH", str(width))
-    want = launch(tmp_path, script.replace("go.exists()", "True"), "-n", "1", "--slots", "4", name="clean").weights
+    want = alone(tmp_path, script.replace("go.exists()", "True"), slots=4).weights
     with spread(tmp_path, script, 3, *FLAGS, network=network) as run:
         run.wait_for_step(10)
         network.machines[2].thin("10mbit")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.killing import DYING
 from tests.end_to_end.launching import HEAD, Result, ended, going, launch
 from tests.end_to_end.test_failures import left_processes
@@ -114,13 +115,13 @@ def learned(result: Result) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Callable[[str], dict[str, Any]]:
     """What one worker learns, by size of the model; trained once."""
     known: dict[str, dict[str, Any]] = {}
 
     def of(size: str) -> dict[str, Any]:
         if size not in known:
-            result = launch(tmp_path_factory.mktemp(size), SCRIPT, "-n", "1", *SLOTS, args=(size, "0"))
+            result = alone(tmp_path_factory.mktemp(size), SCRIPT, slots=12, args=(size, "0"))
             assert (result.summary["steps"], result.summary["samples"]) == (STEPS, SAMPLES), result.err
             known[size] = learned(result)
         return known[size]
@@ -239,9 +240,9 @@ def test_loader_processes_and_augmentation(tmp_path: Path, undisturbed: Undistur
 # hard moments
 
 
-def test_a_death_between_meeting_and_reading(tmp_path: Path) -> None:
+def test_a_death_between_meeting_and_reading(tmp_path: Path, alone: Alone) -> None:
     """The next point opens in the next term, for a batch that was begun in the last: each slot gets its own share."""
-    one = launch(tmp_path, SCRIPT, "-n", "1", *SLOTS, args=("plain", "0"), name="one")
+    one = alone(tmp_path, SCRIPT, slots=12, args=("plain", "0"))
     four = launch(tmp_path, SCRIPT, "-n", "4", *SLOTS, args=("plain", "0", "3:6:total"), name="four")
     assert learned(four) == learned(one)
 
@@ -314,8 +315,8 @@ ENDS = SHORT + SUMMARY + LOOP.format(before="", inside="")
         ),
     ],
 )  # fmt: skip
-def test_a_hard_moment(tmp_path: Path, script: str, orders: tuple[str, ...]) -> None:
-    want = launch(tmp_path, script, "-n", "1", *SLOTS, name="one").weights
+def test_a_hard_moment(tmp_path: Path, script: str, orders: tuple[str, ...], alone: Alone) -> None:
+    want = alone(tmp_path, script, slots=12).weights
     result = launch(tmp_path, script, "-n", "2", *SLOTS, args=orders, name="two")
     assert result.weights == want
 

@@ -6,12 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, launch, paceline, write_script
 
 
 def mistake(tmp_path: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> str:
     """Run it; check that it ended with 2 and one line, without a traceback; return that line."""
     result = launch(tmp_path, script, *flags, args=args)
+    assert result.code == 2, f"{result.code}\n{result.out}\n{result.err}"
+    assert "Traceback" not in result.err + result.out
+    return result.last_line
+
+
+def mistake_alone(alone: Alone, tmp_path: Path, script: str, **settings: int) -> str:
+    """The same of a run of one by plain `python`, where most of them are found in the same way."""
+    result = alone(tmp_path, script, **settings)
     assert result.code == 2, f"{result.code}\n{result.out}\n{result.err}"
     assert "Traceback" not in result.err + result.out
     return result.last_line
@@ -36,14 +45,13 @@ def test_script_starts_torch_distributed(tmp_path: Path, where: str) -> None:
     assert "train.py:" in line and "remove init_process_group" in line
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_loader_not_prepared_nested(tmp_path: Path, workers: str) -> None:
-    line = mistake(tmp_path, HEAD + BODY.replace("optimizer, loader)", "optimizer)"), "-n", workers)
-    assert "run.slots() outside a step" in line and "given to run.prepare()" in line
+def test_loader_not_prepared_nested(tmp_path: Path, alone: Alone) -> None:
+    script = HEAD + BODY.replace("optimizer, loader)", "optimizer)")
+    for line in (mistake_alone(alone, tmp_path, script), mistake(tmp_path, script, "-n", "2")):
+        assert "run.slots() outside a step" in line and "given to run.prepare()" in line
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_loader_not_prepared_flat(tmp_path: Path, workers: str) -> None:
+def test_loader_not_prepared_flat(tmp_path: Path, alone: Alone) -> None:
     script = (
         HEAD
         + """
@@ -54,26 +62,23 @@ for epoch in run.epochs(2):
         optimizer.step(); optimizer.zero_grad()
 """
     )
-    line = mistake(tmp_path, script, "-n", workers)
-    assert "train.py:16" in line and "was not given to run.prepare()" in line
+    for line in (mistake_alone(alone, tmp_path, script), mistake(tmp_path, script, "-n", "2")):
+        assert "train.py:16" in line and "was not given to run.prepare()" in line
 
 
 @pytest.mark.parametrize(
-    ("loops", "workers"),
-    [
-        ("for batch, second in zip(loader, other): pass", "2"),
-        ("for batch in loader:\n        for second in other: pass", "1"),
-    ],
+    "loops",
+    ["for batch, second in zip(loader, other): pass", "for batch in loader:\n        for second in other: pass"],
     ids=["zip", "nested"],
 )
-def test_two_prepared_loaders_at_once(tmp_path: Path, loops: str, workers: str) -> None:
+def test_two_prepared_loaders_at_once(tmp_path: Path, loops: str, alone: Alone) -> None:
     script = f"""
 other = DataLoader(data, batch_size=12)
 run.prepare(model, optimizer, loader, other)
 for epoch in run.epochs(2):
     {loops}
 """
-    line = mistake(tmp_path, HEAD + script, "-n", workers)
+    line = mistake_alone(alone, tmp_path, HEAD + script)
     assert f"train.py:{15 + loops.count(chr(10))}: two loops over prepared loaders at once" in line
     assert "leave the other out of prepare()" in line
 
@@ -148,9 +153,9 @@ def test_unknown_strategy_lists_those_there_are(tmp_path: Path) -> None:
     assert "unknown strategy 'telepathy'" in line and "allreduce" in line
 
 
-def test_empty_data_set(tmp_path: Path) -> None:
+def test_empty_data_set(tmp_path: Path, alone: Alone) -> None:
     script = HEAD + "loader = DataLoader(TensorDataset(torch.empty(0, 13)), batch_size=4)\n" + BODY
-    assert "is empty" in mistake(tmp_path, script, "-n", "2")
+    assert "is empty" in mistake_alone(alone, tmp_path, script)
 
 
 def test_no_such_script(tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ def test_no_such_script(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_optimizer_step_inside_the_inner_loop(tmp_path: Path) -> None:
+def test_optimizer_step_inside_the_inner_loop(tmp_path: Path, alone: Alone) -> None:
     script = (
         HEAD
         + """
@@ -171,11 +176,11 @@ for epoch in run.epochs(2):
             optimizer.step()
 """
     )
-    line = mistake(tmp_path, script, "-n", "1")
+    line = mistake_alone(alone, tmp_path, script)
     assert "train.py:17" in line and "move optimizer.step() one level out" in line
 
 
-def test_inner_loop_left_early(tmp_path: Path) -> None:
+def test_inner_loop_left_early(tmp_path: Path, alone: Alone) -> None:
     script = (
         HEAD
         + """
@@ -188,7 +193,7 @@ for epoch in run.epochs(2):
         optimizer.step()
 """
     )
-    line = mistake(tmp_path, script, "-n", "1", "--slots", "4")
+    line = mistake_alone(alone, tmp_path, script, slots=4)
     assert "left early" in line and "train.py:15" in line
 
 

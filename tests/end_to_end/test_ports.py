@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import launch
 
 PORTS = Path(__file__).resolve().parents[2] / "examples" / "ports"
@@ -20,7 +21,7 @@ def changed_lines(plain: Path, port: Path) -> int:
 
 
 @pytest.mark.parametrize("name", ["mnist", "nanogpt", "dcgan"])
-def test_a_port_is_few_lines_and_one_hash(tmp_path: Path, name: str) -> None:
+def test_a_port_is_few_lines_and_one_hash(tmp_path: Path, name: str, alone: Alone) -> None:
     assert 0 < changed_lines(PORTS / f"{name}_plain.py", PORTS / f"{name}.py") <= 6
-    one, three = (launch(tmp_path, PORTS / f"{name}.py", "-n", n, "--slots", "6", name=n) for n in ("1", "3"))
-    assert one.weights == three.weights
+    one = alone(tmp_path, PORTS / f"{name}.py", slots=6)
+    assert one.weights == launch(tmp_path, PORTS / f"{name}.py", "-n", "3", "--slots", "6").weights

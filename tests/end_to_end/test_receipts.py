@@ -13,6 +13,7 @@ from paceline.cli import cli
 from paceline.data.receipts import DIGEST, STEP
 from paceline.errors import UsageError
 from paceline.state.ledger import read
+from tests.alone import Alone
 from tests.end_to_end import test_kills
 from tests.end_to_end.launching import HEAD, launch, paceline
 from tests.end_to_end.test_resume import killed
@@ -60,29 +61,29 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    result = launch(tmp_path_factory.mktemp("alone"), SCRIPT, "-n", "1", *SLOTS, name="alone")
+def one(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Path:
+    result = alone(tmp_path_factory.mktemp("alone"), SCRIPT, slots=12, name="alone")
     assert result.code == 0, result.err
     return result.folder
 
 
-def test_runs_of_one_and_of_three_are_proven_and_the_same(tmp_path: Path, alone: Path) -> None:
+def test_runs_of_one_and_of_three_are_proven_and_the_same(tmp_path: Path, one: Path) -> None:
     three = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, name="three")
     assert three.code == 0, three.err
-    code, said = outcome(alone, three.folder)
+    code, said = outcome(one, three.folder)
     assert code == 0, said
     assert said.count("every one of 98 samples exactly once, each in its step") == 2
     assert said.count(f"{EPOCHS * SAMPLES:,}") == 2 and "0-11" in said
     assert "the same: alone and three trained the same samples (by id) in each of 60 steps" in said
 
 
-def test_killed_at_random_steps(tmp_path: Path, alone: Path, seed: int) -> None:
+def test_killed_at_random_steps(tmp_path: Path, one: Path, seed: int) -> None:
     dice = random.Random(seed)
     faults = [f"kill main @step {dice.randrange(2, 30)}", f"kill worker:2 @step {dice.randrange(2, 55)}"]
     print(faults)
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, "--fault", faults[0], "--fault", faults[1])
     assert result.code == 0 and result.summary["recoveries"], result.err
-    assert outcome(alone, result.folder)[0] == 0
+    assert outcome(one, result.folder)[0] == 0
     assert steps_of(result.folder) == list(range(EPOCHS * PER_EPOCH))
 
 
@@ -108,10 +109,10 @@ def test_everything_killed_and_resumed(tmp_path: Path, seed: int) -> None:
     assert steps_of(folder) == list(range(12 * 9))
 
 
-def test_a_run_that_was_stopped_and_then_tampered_with(tmp_path: Path, alone: Path) -> None:
+def test_a_run_that_was_stopped_and_then_tampered_with(tmp_path: Path, one: Path, alone: Alone) -> None:
     """With one slot, where nothing is reduced; the other run had twelve."""
-    result = launch(tmp_path, SCRIPT, "-n", "1", "--slots", "1", "--steps", "13", name="short")
-    code, said = outcome(alone, result.folder)
+    result = alone(tmp_path, SCRIPT, slots=1, steps=13, name="short")
+    code, said = outcome(one, result.folder)
     assert "the run ended after batch 3 of 5: the 72 of 98 samples first in the order" in said
     assert code == 1 and "paceline: alone has 60 steps, short only 13" in said and said.count("paceline:") == 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, Result, launch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bits_script.py"
@@ -19,6 +20,10 @@ def train(folder: Path, kind: str, workers: int, slots: int, *flags: str, loader
     return launch(folder, SCRIPT, *given, args=(kind, "--num-workers", str(loaders)), name=name)
 
 
+def train_alone(alone: Alone, folder: Path, kind: str, slots: int) -> Result:
+    return alone(folder, SCRIPT, args=(kind, "--num-workers", "0"), slots=slots, steps=7)
+
+
 def flattened(script: str) -> str:
     """The same script without its inner loop."""
     inner = re.compile(r"for batch in loader:\n {8}for x, y in run\.slots\(\):\n((?: {12}.*\n)+)")
@@ -28,17 +33,17 @@ def flattened(script: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["lenet", "cnn", "lstm", "transformer", "gan", "tail"])
-def test_one_hash_at_1_and_3_workers(tmp_path: Path, kind: str) -> None:
-    one = train(tmp_path, kind, 1, 6)
+def test_one_hash_at_1_and_3_workers(tmp_path: Path, kind: str, alone: Alone) -> None:
+    one = train_alone(alone, tmp_path, kind, 6)
     three = train(tmp_path, kind, 3, 6)
     assert one.summary["steps"] == three.summary["steps"] == 7
     assert one.weights == three.weights
     assert one.summary["samples"] == three.summary["samples"]
 
 
-def test_one_hash_through_uneven_deals_transports_and_loader_processes(tmp_path: Path) -> None:
+def test_one_hash_through_uneven_deals_transports_and_loader_processes(tmp_path: Path, alone: Alone) -> None:
     hashes = {
-        "1": train(tmp_path, "tail", 1, 12).weights,
+        "1": train_alone(alone, tmp_path, "tail", 12).weights,
         "5": train(tmp_path, "tail", 5, 12).weights,
         "gloo": train(tmp_path, "tail", 3, 12, "--transport", "gloo").weights,
         "2 loader processes": train(tmp_path, "tail", 2, 12, loaders=2).weights,
@@ -46,27 +51,27 @@ def test_one_hash_through_uneven_deals_transports_and_loader_processes(tmp_path:
     assert len(set(hashes.values())) == 1, hashes
 
 
-def test_augmentation_does_not_depend_on_loader_processes(tmp_path: Path) -> None:
-    assert train(tmp_path, "cnn", 1, 4).weights == train(tmp_path, "cnn", 2, 4, loaders=2).weights
+def test_augmentation_does_not_depend_on_loader_processes(tmp_path: Path, alone: Alone) -> None:
+    assert train_alone(alone, tmp_path, "cnn", 4).weights == train(tmp_path, "cnn", 2, 4, loaders=2).weights
 
 
-def test_a_flat_loop_equals_the_nested_loop(tmp_path: Path) -> None:
+def test_a_flat_loop_equals_the_nested_loop(tmp_path: Path, alone: Alone) -> None:
     """Where every worker carries one slot, `.grad` is whole when backward() returns."""
     flat = HEAD + flattened(BODY)
-    want = launch(tmp_path, HEAD + BODY, "-n", "1", "--slots", "3", name="nested").weights
+    want = alone(tmp_path, HEAD + BODY, slots=3).weights
     assert launch(tmp_path, flat, "-n", "3", "--slots", "3", name="flat").weights == want
     assert launch(tmp_path, flat, "-n", "3", "--slots", "3", "--transport", "gloo", name="gloo").weights == want
 
 
-def test_a_flat_loop_whose_last_batch_is_smaller_than_the_slots(tmp_path: Path) -> None:
+def test_a_flat_loop_whose_last_batch_is_smaller_than_the_slots(tmp_path: Path, alone: Alone) -> None:
     tail = HEAD.replace("(96", "(50") + "{}"
-    one = launch(tmp_path, tail.format(BODY), "-n", "1", "--slots", "3", name="nested")
+    one = alone(tmp_path, tail.format(BODY), slots=3)
     three = launch(tmp_path, tail.format(flattened(BODY)), "-n", "3", "--slots", "3", name="flat")
     assert one.weights == three.weights
     assert one.summary["samples"] == three.summary["samples"] == 100
 
 
-def test_draws_before_the_first_forward_of_a_flat_loop(tmp_path: Path) -> None:
+def test_draws_before_the_first_forward_of_a_flat_loop(tmp_path: Path, alone: Alone) -> None:
     """A share begins with its step once the script is known to be flat. Until then, which is in the first step, it
     begins with the first forward: the script may still come to run.slots(), so all draw the same before."""
     nested = """
@@ -83,7 +88,7 @@ for epoch in run.epochs(1):
 pathlib.Path(f"drawn-{run._session.worker}.json").write_text(json.dumps(drawn))
 """
     flat = flattened(nested)
-    launch(tmp_path, HEAD + nested, "-n", "1", "--slots", "2", name="nested")
+    alone(tmp_path, HEAD + nested, slots=2)
     shares = json.loads((tmp_path / "drawn-0.json").read_text())
     launch(tmp_path, HEAD + flat, "-n", "2", "--slots", "2", name="flat")
     workers = [json.loads((tmp_path / f"drawn-{worker}.json").read_text()) for worker in range(2)]
@@ -94,7 +99,7 @@ pathlib.Path(f"drawn-{run._session.worker}.json").write_text(json.dumps(drawn))
         assert drawn[1:] == of_slot[1:] and len(drawn) == 4
 
 
-def test_an_extra_backward_after_a_bucket_left_is_noticed(tmp_path: Path) -> None:
+def test_an_extra_backward_after_a_bucket_left_is_noticed(tmp_path: Path, alone: Alone) -> None:
     """The counts are learned in the first step; later a second backward comes behind them."""
     script = (
         HEAD
@@ -109,7 +114,7 @@ for epoch in run.epochs(2):
         optimizer.step(); optimizer.zero_grad()
 """
     )
-    want = launch(tmp_path, script, "-n", "1", "--slots", "4", name="one").weights
+    want = alone(tmp_path, script, slots=4).weights
     for transport in ("shm", "gloo"):
         got = launch(tmp_path, script, "-n", "2", "--slots", "4", "--transport", transport, name=transport)
         assert got.weights == want
@@ -135,9 +140,10 @@ for epoch in run.epochs(1):
 )
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
-def test_the_reduced_gradient_is_the_full_batch_gradient(tmp_path: Path, workers: int) -> None:
-    result = launch(tmp_path, GRADIENT, "-n", str(workers), "--slots", "7")
-    assert result.code == 0, result.err
-    line = next(line for line in result.out.splitlines() if "relative" in line)
-    assert float(line.split()[-1]) <= 1e-6
+def test_the_reduced_gradient_is_the_full_batch_gradient(tmp_path: Path, alone: Alone) -> None:
+    """Of one worker and of five; that other counts come to these bits is said above."""
+    one, five = alone(tmp_path, GRADIENT, slots=7), launch(tmp_path, GRADIENT, "-n", "5", "--slots", "7")
+    assert one.weights == five.weights
+    for result in (one, five):
+        line = next(line for line in result.out.splitlines() if "relative" in line)
+        assert float(line.split()[-1]) <= 1e-6

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, environment, launch, paceline, write_script
 
 TEST_SET = """
@@ -20,7 +21,7 @@ def count(batch):
 """
 
 
-def test_evaluate_and_predict_count_each_sample_once(tmp_path: Path) -> None:
+def test_evaluate_and_predict_count_each_sample_once(tmp_path: Path, alone: Alone) -> None:
     script = (
         HEAD
         + TEST_SET
@@ -39,8 +40,7 @@ if run.is_main:
 """
     )
     lines = set()
-    for workers in ("1", "3"):
-        result = launch(tmp_path, script, "-n", workers, "--slots", "4", name=workers)
+    for result in (alone(tmp_path, script, slots=4), launch(tmp_path, script, "-n", "3", "--slots", "4")):
         assert result.code == 0, result.err
         line = next(line for line in result.out.splitlines() if "sums" in line).split("│")[-1].strip()
         assert line.startswith("sums 50.0 ")
@@ -48,7 +48,7 @@ if run.is_main:
     assert len(lines) == 1
 
 
-def test_fit_trains_like_the_loop(tmp_path: Path) -> None:
+def test_fit_trains_like_the_loop(tmp_path: Path, alone: Alone) -> None:
     fit = (
         HEAD.replace("run = paceline.init()", "torch.default_generator.manual_seed(1)")
         + TEST_SET
@@ -63,15 +63,13 @@ run = paceline.fit(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1
         + BODY
     )
     fitted = launch(tmp_path, fit, "-n", "2", "--slots", "4", name="fit")
-    assert fitted.weights == launch(tmp_path, loop, "-n", "1", "--slots", "4", name="loop").weights
+    assert fitted.weights == alone(tmp_path, loop, slots=4).weights
     assert 0 <= fitted.summary["metrics"]["correct"] <= 1
 
 
 @pytest.mark.parametrize(
     ("flags", "why", "steps"),
     [
-        (("--steps", "5"), "step limit 5 reached", 5),
-        (("--epochs", "3"), "finished", 12),
         (("--target", "level>=2"), "target level>=2 reached", 4),
         (("--seconds", "0.001"), "time limit 0.001 s reached", 1),
     ],
@@ -83,6 +81,12 @@ def test_stop_rules(tmp_path: Path, flags: tuple[str, ...], why: str, steps: int
     assert result.summary["exit"] == why and result.summary["steps"] == steps
 
 
+def test_a_limit_of_steps(tmp_path: Path, alone: Alone) -> None:
+    """As a flag, and of several workers, test_same_bits has it in all its runs."""
+    result = alone(tmp_path, HEAD + BODY, steps=5)
+    assert result.summary["exit"] == "step limit 5 reached" and result.summary["steps"] == 5
+
+
 def test_an_agreed_stop_from_one_worker(tmp_path: Path) -> None:
     script = HEAD + BODY + "        if run.step == 2 and not run.is_main: run.stop('seen enough')\n"
     result = launch(tmp_path, script, "-n", "2")
@@ -90,7 +94,7 @@ def test_an_agreed_stop_from_one_worker(tmp_path: Path) -> None:
     assert "on worker 1" in result.summary["exit"]
 
 
-def test_own_batches_with_steps_and_slots_k(tmp_path: Path) -> None:
+def test_own_batches_with_steps_and_slots_k(tmp_path: Path, alone: Alone) -> None:
     script = (
         HEAD
         + """
@@ -102,12 +106,12 @@ for step in run.steps(6):
     optimizer.step(); optimizer.zero_grad()
 """
     )
-    results = [launch(tmp_path, script, "-n", n, name=n) for n in ("1", "2", "3")]
+    results = [alone(tmp_path, script), *(launch(tmp_path, script, "-n", n, name=n) for n in ("2", "3"))]
     assert len({result.weights for result in results}) == 1
     assert {result.summary["samples"] for result in results} == {30}
 
 
-def test_a_step_of_one_share_reaches_the_workers_that_have_none(tmp_path: Path) -> None:
+def test_a_step_of_one_share_reaches_the_workers_that_have_none(tmp_path: Path, alone: Alone) -> None:
     script = HEAD + (
         """
 run.prepare(model, optimizer)
@@ -118,24 +122,24 @@ for step in run.steps(5):
     optimizer.step(); optimizer.zero_grad()
 """
     )
-    one, two = (launch(tmp_path, script, "-n", n, "--slots", "2", name=n) for n in ("1", "2"))
+    one, two = alone(tmp_path, script, slots=2), launch(tmp_path, script, "-n", "2", "--slots", "2")
     assert one.weights == two.weights and two.summary["samples"] == 5
 
 
-def test_slots_k_over_a_loader_cuts_finer(tmp_path: Path) -> None:
+def test_slots_k_over_a_loader_cuts_finer(tmp_path: Path, alone: Alone) -> None:
     script = HEAD + BODY.replace("run.slots()", "run.slots(8)")
-    one, two = (launch(tmp_path, script, "-n", n, "--slots", "2", name=n) for n in ("1", "2"))
+    one, two = alone(tmp_path, script, slots=2), launch(tmp_path, script, "-n", "2", "--slots", "2")
     assert one.weights == two.weights and one.summary["samples"] == 192
 
 
-def test_weights_and_sums(tmp_path: Path) -> None:
+def test_weights_and_sums(tmp_path: Path, alone: Alone) -> None:
     """loss='sum' with summed losses equals the mean of means, scaled by the batch; run.weight counts tokens."""
     mean = HEAD + BODY
     summed = HEAD + BODY.replace("loader)", "loader, loss='sum')").replace(
         "F.cross_entropy(model(x), y)", "(F.cross_entropy(model(x), y, reduction='sum') / 24)"
     )
     weighed = HEAD + BODY.replace("            F.", "            run.weight(3.0 * len(x))\n            F.")
-    want = launch(tmp_path, mean + "\nrun.save(model.state_dict(), 'mean.pt')", "-n", "2", name="mean")
+    want = alone(tmp_path, mean + "\nrun.save(model.state_dict(), 'mean.pt')", slots=2)
     assert want.code == 0
     for name, script in (("sum", summed), ("weighed", weighed)):
         got = launch(tmp_path, script + f"\nrun.save(model.state_dict(), '{name}.pt')", "-n", "2", name=name)
@@ -149,23 +153,24 @@ def test_weights_and_sums(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_precision_by_flag(tmp_path: Path, precision: str) -> None:
-    one, two = (launch(tmp_path, HEAD + BODY, "-n", n, "--slots", "4", "--precision", precision, name=n) for n in "12")
-    full = launch(tmp_path, HEAD + BODY, "-n", "1", "--slots", "4", name="full")
+def test_precision_by_flag(tmp_path: Path, precision: str, alone: Alone) -> None:
+    one = alone(tmp_path, HEAD + BODY, slots=4, precision=precision)
+    two = launch(tmp_path, HEAD + BODY, "-n", "2", "--slots", "4", "--precision", precision)
+    full = alone(tmp_path, HEAD + BODY, slots=4, name="full")
     assert one.weights == two.weights != full.weights
 
 
-def test_peeking_costs_no_position(tmp_path: Path) -> None:
+def test_peeking_costs_no_position(tmp_path: Path, alone: Alone) -> None:
     peek = "x, y = next(iter(loader)); assert len(loader) == 4 and x.shape == (6, 13), x.shape\n"
     script = HEAD + BODY.replace("for epoch", peek + "for epoch").replace(
         "    for batch", "    " + "next(iter(loader))\n    for batch"
     )
-    want = launch(tmp_path, HEAD + BODY, "-n", "2", "--slots", "4", name="plain")
+    want = alone(tmp_path, HEAD + BODY, slots=4)
     got = launch(tmp_path, script, "-n", "2", "--slots", "4", name="peek")
     assert got.weights == want.weights and got.summary["samples"] == 192
 
 
-def test_streams_and_loaders_of_batches(tmp_path: Path) -> None:
+def test_streams_and_loaders_of_batches(tmp_path: Path, alone: Alone) -> None:
     stream = (
         HEAD
         + """
@@ -188,21 +193,23 @@ loader = DataLoader(Batches(), batch_size=None, shuffle=True)
         + BODY
     )
     for kind, script, samples in (("stream", stream, 140), ("batches", batches, 2 * sum(4 + i % 3 for i in range(11)))):
-        one, three = (launch(tmp_path, script, "-n", n, "--slots", "3", name=f"{kind}-{n}") for n in ("1", "3"))
+        one = alone(tmp_path, script, slots=3, name=f"{kind}-alone")
+        three = launch(tmp_path, script, "-n", "3", "--slots", "3", name=kind)
         assert one.weights == three.weights
         assert one.summary["samples"] == three.summary["samples"] == samples
 
 
 @pytest.mark.parametrize("split", ["rows", "1,2,3,6"])
-def test_splits(tmp_path: Path, split: str) -> None:
-    one, two = (launch(tmp_path, HEAD + BODY, "-n", n, "--slots", "4", "--split", split, name=n) for n in "12")
+def test_splits(tmp_path: Path, split: str, alone: Alone) -> None:
+    one = alone(tmp_path, HEAD + BODY, slots=4, split=split)
+    two = launch(tmp_path, HEAD + BODY, "-n", "2", "--slots", "4", "--split", split)
     assert one.weights == two.weights and one.summary["samples"] == 192
 
 
-def test_first_weights_that_differ_are_made_equal_and_told(tmp_path: Path) -> None:
+def test_first_weights_that_differ_are_made_equal_and_told(tmp_path: Path, alone: Alone) -> None:
     script = HEAD + "import os\nif not run.is_main:\n    model[0].weight.data.add_(1)\n" + BODY
     result = launch(tmp_path, script, "-n", "2", "--slots", "2")
-    assert result.weights == launch(tmp_path, HEAD + BODY, "-n", "2", "--slots", "2", name="plain").weights
+    assert result.weights == alone(tmp_path, HEAD + BODY, slots=2).weights
     assert "the first weights of worker 1 differed" in result.err
 
 
@@ -218,7 +225,7 @@ def test_settings_that_drift_apart_are_an_error(tmp_path: Path) -> None:
     assert result.code == 2 and "optimizer settings" in result.last_line and "worker 1" in result.last_line
 
 
-def test_others_wait_until_main_has_reached_prepare(tmp_path: Path) -> None:
+def test_others_wait_until_main_has_reached_prepare_and_identical_lines_are_folded(tmp_path: Path) -> None:
     script = (
         HEAD
         + """
@@ -228,8 +235,10 @@ if run.is_main:
 assert os.path.exists("downloaded")
 """
         + BODY
+        + "print('same everywhere')\n"
     )
-    assert launch(tmp_path, script, "-n", "3").code == 0
+    result = launch(tmp_path, script, "-n", "3", "--show", "all")
+    assert result.code == 0 and ":0-2 │ same everywhere  (×3)" in result.out
 
 
 def test_plain_python_and_one_launched_worker_agree(tmp_path: Path) -> None:
@@ -248,7 +257,7 @@ def test_run_folder_and_verbs(tmp_path: Path) -> None:
         + BODY
         + "        run.log(loss=0.5)\n    if run.is_main: print('epoch', epoch)\nrun.save(model.state_dict(), 'out.pt')\n"
     )
-    result = launch(tmp_path, script, "-n", "2", "--seed", "4", args=("--lr", "0.1"))
+    result = launch(tmp_path, script, "-n", "2", "--seed", "4", "--epochs", "3", args=("--lr", "0.1"))
     assert result.code == 0, result.err
     for name in ("weights_sha256", "steps", "epochs", "samples", "wall_s", "samples_per_s", "workers", "slots", "threads",
                  "strategy", "metrics", "time_split", "terms", "recoveries", "exit"):  # fmt: skip
@@ -260,7 +269,8 @@ def test_run_folder_and_verbs(tmp_path: Path) -> None:
         and config["origins"]["slots"] == "derived"
     )
     assert config["arguments"] == ["--lr", "0.1"]
-    assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 8
+    assert result.summary["exit"] == "finished" and result.summary["steps"] == 12, "three epochs, not the script's two"
+    assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 12
     assert all("why" in event for event in result.events())
     assert "epoch 1" in (result.folder / "logs" / "worker-0.log").read_text()
     assert ":0 │ epoch 1" in result.out
@@ -299,11 +309,6 @@ def test_help_is_quick_and_imports_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=30)
     assert done.returncode == 0, done.stderr
     assert "Train a script with N workers" in done.stdout
-
-
-def test_identical_lines_of_several_workers_are_folded(tmp_path: Path) -> None:
-    result = launch(tmp_path, HEAD + BODY + "print('same everywhere')\n", "-n", "3", "--show", "all")
-    assert result.code == 0 and ":0-2 │ same everywhere  (×3)" in result.out
 
 
 def test_a_notebook_cell_runs_as_a_script(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.launching import launch, write_script
 
 SCRIPT = """
@@ -79,11 +80,14 @@ print("sum", run.evaluate(lambda batch: {"sum": float(batch.sum())}, DataLoader(
 """
 
 
-def test_bits_are_the_same_whatever_a_script_is_used_to(tmp_path: Path) -> None:
+def test_bits_are_the_same_whatever_a_script_is_used_to(tmp_path: Path, alone: Alone) -> None:
     """A mask of -inf, a reassigned buffer, a function in param_groups, a random collate_fn, a clamp through
     .data, copies of the model, an evaluation that draws."""
     script = write_script(tmp_path, SCRIPT)
-    one, two = (launch(tmp_path, script, "-n", str(n), "--slots", "2", args=("",), name=f"n{n}") for n in (1, 2))
+    one, two = (
+        alone(tmp_path, script, slots=2, args=("",)),
+        launch(tmp_path, script, "-n", "2", "--slots", "2", args=("",)),
+    )
     assert one.weights == two.weights
     said = [run.out.split("sum ")[1].split()[0] for run in (one, two)]
     assert said[0] == said[1]
@@ -97,8 +101,8 @@ def test_bits_are_the_same_whatever_a_script_is_used_to(tmp_path: Path) -> None:
         ("closure", "optimizer.step(closure) computes gradients out of reach"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, wrong: str, words: str) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path, wrong: str, words: str, alone: Alone) -> None:
     script = write_script(tmp_path, SCRIPT)
-    result = launch(tmp_path, script, "-n", "2", "--slots", "2", args=(wrong,))
+    result = alone(tmp_path, script, slots=2, args=(wrong,))
     assert result.code == 2, result.err
     assert words in result.last_line and "train.py:" in result.last_line

@@ -18,9 +18,11 @@ import msgspec
 from paceline.cluster.answering import _placed
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.messages import Placed
-from paceline.servers.calling import Reply
+from paceline.servers.calling import RefusedError, Reply
+from paceline.servers.copying import Copying
 from paceline.servers.lines import Server
 from paceline.servers.messages import Call, Drawing, Outline
+from paceline.servers.serving import Answer
 from paceline.servers.shelf import Shelf
 from tests.cluster.test_fleet import written_and_read
 
@@ -33,7 +35,7 @@ Told = tuple[Any, bytes, memoryview | None, "Future[Reply]"]
 class CutLine:
     """Calls are answered in order by a thread of its own, until it is cut."""
 
-    def __init__(self, shelf: Shelf, moved: Callable[[], None]) -> None:
+    def __init__(self, shelf: Copying[Any], moved: Callable[[], None]) -> None:
         self._shelf, self._moved = shelf, moved
         self._calls: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -57,12 +59,18 @@ class CutLine:
         while (call := self._calls.get()) is not None:
             head, body, into, future = call
             try:
-                answer, buffers = self._shelf.handle(_CALLS.decode(head), memoryview(bytearray(body)))
-                self._end(future, answer, b"".join(buffers), into)
+                answer = Answer(*self._shelf.handle(_CALLS.decode(head), memoryview(bytearray(body))))
+                self._end(future, answer.message, bytearray().join(answer.buffers), into)
+                if answer.sent is not None:
+                    answer.sent()
+            except ValueError as error:
+                self._end(future, RefusedError(str(error)))
             except Exception as error:  # noqa: BLE001  the caller raises it
                 self._end(future, error)
 
-    def _end(self, future: Future[Reply], answer: Any, raw: bytes = b"", into: memoryview | None = None) -> None:
+    def _end(
+        self, future: Future[Reply], answer: Any, raw: bytes | bytearray = b"", into: memoryview | None = None
+    ) -> None:
         with self._lock:
             if future not in self._waiting:
                 return
@@ -86,10 +94,12 @@ class CutLine:
 class World:
     """Also the directory of each worker."""
 
-    def __init__(self, seed: int, servers: int, replicas: int, deaths: int) -> None:
-        self._dice, self._deaths = random.Random(seed), deaths
+    def __init__(
+        self, seed: int, servers: int, replicas: int, deaths: int, new_shelf: Callable[..., Copying[Any]] = Shelf
+    ) -> None:
+        self._dice, self._deaths, self._new_shelf = random.Random(seed), deaths, new_shelf
         self.fleet, self._changed = Fleet(servers, replicas), threading.Condition()
-        self.shelves: dict[int, Shelf] = {}
+        self.shelves: dict[int, Copying[Any]] = {}
         self._knows: dict[int, int] = {}
         """The layout that each server has."""
         self._lines: list[tuple[int, int, CutLine]] = []
@@ -129,7 +139,7 @@ class World:
             self._news.append((server, since))
             self._moments.release()
 
-        shelf = Shelf(number, lambda address: self._line(number, address), told)
+        shelf = self._new_shelf(number, lambda address: self._line(number, address), told)
         self.shelves[number], self._knows[number] = shelf, 0
         thread = threading.Thread(target=self._keep_filling, args=(number,), daemon=True)
         self._filling.append(thread)
@@ -158,7 +168,8 @@ class World:
             if server in (caller, to):
                 line.close()
         count = len(self.fleet.nbytes)
-        shelf.handle(Outline(), memoryview(msgspec.msgpack.encode(Drawing([], [], []))))
+        if isinstance(shelf, Shelf):
+            shelf.handle(Outline(), memoryview(msgspec.msgpack.encode(Drawing([], [], []))))
         shelf.rearrange(Placed(1 << 30, [[-1]] * count, [[1]] * count, [[]] * count, {}))
 
     # what happens
@@ -218,12 +229,13 @@ class World:
         while True:
             for server in list(self.shelves):
                 self._deliver(server)
+            heard = bool(self._news)
             while self._news:
                 self._hear(0)
             assert self.fleet.placement is not None
             if self.fleet.placement.settled and all(self._knows[s] == self.fleet.number for s in self.fleet.addresses):
                 return
-            assert self._moments.acquire(timeout=PATIENCE_S) or self._news, f"it never settles: {self.fleet}"
+            assert heard or self._moments.acquire(timeout=PATIENCE_S) or self._news, f"it never settles: {self.fleet}"
 
     def close(self) -> None:
         for server in list(self.shelves):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -24,15 +24,6 @@ from tests.tensors.arithmetic import bits
 
 LEAVES = 5
 Spoken = tuple[Said, bytes]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in Paceline's servers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Script:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -45,15 +44,6 @@ CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (RMSprop, {"momentum": 0.5, "maximize": True}),
 ]
 KINDS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in Paceline's workers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

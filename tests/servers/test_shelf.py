@@ -30,15 +30,6 @@ CPU = torch.device("cpu")
 LEAVES, STEPS = 6, 10
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For torch, as in Paceline's processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def stacks() -> Iterator[None]:
     """Should anything hang."""

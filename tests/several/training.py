@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -224,7 +225,7 @@ class Worker:
         try:
             self.terms.catching_up = False
             for step in range(self._stepper.step, self._script.steps):
-                self._stepper.begin(None)
+                self._stepper.begin(None, time.perf_counter())
                 for call, leaves in enumerate(self._script.points):
                     for leaf in self._stepper.shares(leaves):
                         self._session.compute()

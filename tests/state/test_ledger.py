@@ -30,7 +30,12 @@ def begun(folder: Path, lineage: int = 0, first: int = 0) -> Ledger:
 
 def write(it: Ledger, *steps: int) -> None:
     for step in steps:
-        it.add(receipt(step), main=True)
+        it.add(receipt(step))
+        it.write()
+
+
+def add_as_main(it: Ledger, step: int) -> None:
+    if it.add(receipt(step)):
         it.write()
 
 
@@ -54,12 +59,12 @@ def test_main_writes_several_at_once_or_after_a_while(tmp_path: Path, monkeypatc
     it = begun(tmp_path)
     for step in range(ledger._AT_ONCE):
         assert steps_in(tmp_path) == []
-        it.add(receipt(step), main=step > 0)  # it was not main from the start
+        add_as_main(it, step)
     assert steps_in(tmp_path) == list(range(ledger._AT_ONCE))
-    it.add(receipt(ledger._AT_ONCE), main=True)
+    add_as_main(it, ledger._AT_ONCE)
     assert len(steps_in(tmp_path)) == ledger._AT_ONCE
     now = 2 * ledger._EVERY_S
-    it.add(receipt(ledger._AT_ONCE + 1), main=True)
+    add_as_main(it, ledger._AT_ONCE + 1)
     assert len(steps_in(tmp_path)) == ledger._AT_ONCE + 2
     it.close()
 
@@ -67,7 +72,7 @@ def test_main_writes_several_at_once_or_after_a_while(tmp_path: Path, monkeypatc
 def test_the_next_main_fills_in_and_doubles_nothing(tmp_path: Path) -> None:
     first, second = begun(tmp_path), begun(tmp_path)
     for step in range(5):
-        second.add(receipt(step), main=False)  # it keeps what it hears, and writes only once it is main
+        second.add(receipt(step))  # it keeps what it hears, and writes only once it is main
         if step < 3:
             write(first, step)
     first.close()
@@ -79,7 +84,7 @@ def test_the_next_main_fills_in_and_doubles_nothing(tmp_path: Path) -> None:
 def test_half_a_record_is_cut_off_and_written_again(tmp_path: Path) -> None:
     first, second = begun(tmp_path), begun(tmp_path)
     for step in range(4):
-        second.add(receipt(step), main=False)
+        second.add(receipt(step))
         write(first, step)
     first.close()
     (path,) = tmp_path.iterdir()
@@ -95,7 +100,7 @@ def test_a_resume_hides_what_it_trains_again(tmp_path: Path) -> None:
     old.close()
     assert old.next_lineage() == 1
     new = begun(tmp_path, 1, first=6)
-    new.add(receipt(6)._replace(digest=99), main=True)
+    new.add(receipt(6)._replace(digest=99))
     new.close()
     book = read(tmp_path)
     assert book.resumes == [6]

@@ -26,7 +26,7 @@ BEGINS = [
 DIES = [
     event(5.0, "server ended", "was killed by SIGKILL", server=1, lost=True),
     layout(5.01, 1, s0=(3072, 3072)),
-    event(5.01, "starting a server", server=2),
+    event(5.01, "starting a server", server=2, replaces=1),
 ]
 
 
@@ -64,6 +64,39 @@ def test_a_failover_that_came_to_nothing() -> None:
     assert failed[1:] == [("server 1", "5.0 s", "-", "-", "-")]
 
 
+def test_a_failover_ends_where_the_run_goes_back() -> None:
+    head, _, failovers = servers_of(
+        [
+            *(*BEGINS, *DIES, event(5.1, "server ended", "was killed by SIGKILL", server=0, lost=True)),
+            event(5.1, "rolling back"),
+            event(6.0, "server started", server=3),
+            layout(6.1, 2, s3=(3072, 3072)),
+        ]
+    )
+    assert head == [("3 servers, 2 of them lost; back to a checkpoint 1 time",)]
+    assert failovers[1:] == [
+        ("server 1", "5.0 s", "+0.01 s", "server 2 -", "-"),
+        ("server 0", "5.1 s", "-", "-", "-"),
+    ]
+
+
 def test_a_resumed_run_has_servers_of_its_own() -> None:
     head, servers = servers_of([*BEGINS, *DIES, event(20.0, "launched"), event(21.0, "server started", server=0)])
     assert head == [("1 server",)] and servers[1][:3] == ("0", "21.0 s", "")
+
+
+def test_servers_that_were_asked_for_replace_nobody() -> None:
+    head, servers, failovers = servers_of(
+        [
+            *(*BEGINS, *DIES, event(5.1, "server started", server=2)),
+            event(6.0, "scaling", servers=1),
+            layout(6.1, 1, s0=(3072, 3072)),
+            event(6.2, "server ended", "others hold all that it held", server=2, lost=False),
+            event(7.0, "scaling", servers=2),
+            event(7.0, "starting a server", server=3),
+            event(7.1, "server started", server=3),
+        ]
+    )
+    assert head == [("4 servers, 1 of them lost; scaled to 2",)]
+    assert [row[5] for row in servers[1:]] == ["", "was killed by SIGKILL", "others hold all that it held", ""]
+    assert failovers[1:] == [("server 1", "5.0 s", "+0.01 s", "server 2 +0.10 s", "+1.10 s")]
