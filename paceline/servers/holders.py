@@ -58,6 +58,11 @@ class Holders:
         for server in [k for k in self._servers if k not in self._layout.addresses]:
             self._servers.pop(server).close()
 
+    @property
+    def number(self) -> int:
+        """Of the layout that is known here."""
+        return self._layout.number
+
     def through(self, operation: Callable[[], Result]) -> Result:
         """What comes of an operation that is repeated as often as fragments move in it."""
         while True:

@@ -53,13 +53,17 @@ class Hand:
     word: Word | None = None
     sent: set[int] = field(default_factory=set)
     spoken: bool = False
+    layout: int = 0
+    """By which these were sent."""
+    needed: set[int] = field(default_factory=set)
+    """Shares that are missing somewhere, whatever was known before."""
     unanswered: list[Future[Reply]] = field(default_factory=list)
     met: Met | None = None
     """What the point has come to, once its sum is known to be complete: no share is needed any more."""
 
     def say_again(self) -> None:
         """Something has moved."""
-        self.sent, self.spoken, self.unanswered, self.met = set(), False, [], None
+        self.sent, self.spoken, self.unanswered = set(), False, []
 
 
 class SharewisePeers(ServedPeers):
@@ -104,11 +108,16 @@ class SharewisePeers(ServedPeers):
     def _tell(self) -> None:
         """First the word: so it is known when the sum is complete."""
         hand = self._hand
+        if (
+            hand.layout != self._holders.number
+        ):  # parts of sums that were not complete have not moved with their fragments
+            hand.say_again()
+            hand.layout = self._holders.number
         if hand.word is not None and not hand.spoken:
             hand.unanswered.append(self._holders.out([_FIRST], hand.word))
             hand.spoken = True
-        if hand.met is None:
-            self._send(leaf for leaf in hand.rows if leaf not in hand.sent)
+        due = hand.rows if hand.met is None else hand.rows.keys() & hand.needed
+        self._send(leaf for leaf in due if leaf not in hand.sent)
 
     def _send(self, leaves: Iterable[int]) -> None:
         hand, (step, call), fragments = self._hand, self.at, self._fragments()
@@ -184,6 +193,7 @@ class SharewisePeers(ServedPeers):
         self._send(leaf for leaf in missing if leaf in hand.rows)
         wanted = [leaf for leaf in missing if leaf not in hand.rows]
         if wanted:
+            hand.needed.update(wanted)
             raise SharesWanted(wanted)
 
     def _await_the_last(self, steps: dict[int, int]) -> None:

@@ -113,6 +113,8 @@ class Backups(ParameterServers):
 
     def _is_over(self, leaf: int) -> bool:
         """Whether the point is met already; asked where that may well be."""
+        if leaf in self._hand.needed:
+            return False
         if self._hand.met is not None:
             return True
         likely = self._late or (bool(self._hand.rows) and leaf not in self._extra)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.servers.clocks import BEHIND
 from paceline.servers.direct import OwnServer
 from paceline.servers.held import Held, as_bytes
 from paceline.servers.messages import Agreed, Ended, Lay, Meet, Part, Summed, Word
+from paceline.servers.peers import stretch
 from paceline.state.hash import weights_sha256
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
@@ -29,11 +30,11 @@ from paceline.tensors.peers import Alone, SharesWanted
 from paceline.tensors.tree import Plan
 from tests.servers.shelves import PATIENCE_S, World
 from tests.servers.test_held import Script, say
-from tests.servers.test_shelf import Nobody, one_thread, stacks
+from tests.servers.test_shelf import Nobody, stacks
 from tests.tensors.arithmetic import bits
 from tests.tensors.together import Member, Table
 
-__all__ = ["one_thread", "stacks"]
+__all__ = ["stacks"]
 CPU = torch.device("cpu")
 LEAVES, STEPS, LAST = 4, 9, 99
 
@@ -309,6 +310,44 @@ def test_a_share_that_does_not_come_is_computed_by_whoever_waits(
         worker.begins = lambda step: progress.come(rank, step)
         if rank == 2:
             worker.linger = lambda step: progress.until(0, 5) if step == 3 else None
+
+    done: list[Worker] = []
+    try:
+        done = together(world, LEAVES, prepare)
+        assert all(worker.weights == undisturbed for worker in done)
+        assert (3, 2) in [at for worker in done[:2] + done[3:] for at in worker.computed]
+    finally:
+        for worker in done:
+            worker.strategy.close()
+        world.close()
+
+
+def test_a_share_that_only_the_first_fragment_has_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch, undisturbed: list[str]
+) -> None:
+    """As where a worker has died, and with it a server that had the rest: the point looks met and is not."""
+    monkeypatch.setattr("paceline.strategies.backup._PATIENCE_S", 0.02)
+    world, progress = World(1, 2, 1, 0), Progress()
+
+    def prepare(worker: Worker, rank: int) -> None:
+        none(worker, rank)
+        worker.begins = lambda step: progress.come(rank, step)
+        peers, send = worker.strategy._shares, worker.strategy._shares._send  # type: ignore[attr-defined]
+        holders = peers._holders
+
+        def torn(leaves: Iterable[int]) -> None:
+            if peers.at[0] != 3:
+                send(leaves)
+                return
+            (batch,) = [batch for batch in holders.batches(range(len(peers._fragments()))) if 0 in batch]
+            for leaf in list(leaves):
+                flats, row = peers._sums.parts.of(0), peers._hand.rows[leaf]
+                body = [stretch(flats, peers._fragments()[k]) for k in batch]
+                holders.wait([holders.out(batch, Part(3, 0, LEAVES, leaf, leaf + 1, batch, row), *body)])
+            progress.until(0, 4)
+
+        if rank == 2:
+            peers._send = torn
 
     done: list[Worker] = []
     try:
