@@ -21,6 +21,7 @@ from paceline.servers.direct import OwnServer
 from paceline.servers.held import Held, as_bytes
 from paceline.servers.messages import Agreed, Ended, Lay, Meet, Part, Summed, Word
 from paceline.servers.peers import stretch
+from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
@@ -377,7 +378,7 @@ def test_the_bits_of_all_reduce_where_workers_carry_several_slots(count: int, un
 
 def lone() -> Worker:
     strategy = Backups("ps+backup:1")
-    strategy.reach(OwnServer(), Nobody(), seat(0, 1))  # type: ignore[arg-type]
+    strategy.reach(OwnServer(Shelf()), Nobody(), seat(0, 1))  # type: ignore[arg-type]
     return Worker(strategy, Alone(CPU))
 
 
@@ -400,7 +401,7 @@ def test_a_second_optimizer_step_is_refused() -> None:
 
 def test_several_optimizers_are_refused() -> None:
     strategy, replica, model = Backups("ps+backup:1"), Replica(CPU), Net()
-    strategy.reach(OwnServer(), Nobody(), seat(0, 1))  # type: ignore[arg-type]
+    strategy.reach(OwnServer(Shelf()), Nobody(), seat(0, 1))  # type: ignore[arg-type]
     replica.add_model(model)
     replica.optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.second)]
     with pytest.raises(UsageError, match=r"--strategy ps\+backup:1 takes one optimizer"):
