@@ -166,7 +166,9 @@ def test_gradients_that_are_left_to_be_added_to_in_the_next_step(tmp_path: Path,
     )
     want = alone(tmp_path, script, slots=4).weights
     for strategy in ("ps", "ps+backup:1"):
-        done = launch(tmp_path, script, "-n", "2", "--slots", "4", "--strategy", strategy, name=strategy[:2] + strategy[-1:])
+        done = launch(
+            tmp_path, script, "-n", "2", "--slots", "4", "--strategy", strategy, name=strategy[:2] + strategy[-1:]
+        )
         assert done.weights == want
 
 
