@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
-_LINEAGE, _FOUND, _KEYS = mix(203), mix(205), mix(206)
+_LINEAGE, _FOUND, _KEYS, _TAKEN = mix(203), mix(205), mix(206), mix(207)
 
 
 class Keeping:
@@ -176,7 +176,7 @@ class Keeping:
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step // every > self._last // every or self._owed:
+        elif stepper.step // every > self._last // every or (self._owed and not self._may_lag):
             self._checkpoint()
         self._last = stepper.step
 
@@ -194,10 +194,18 @@ class Keeping:
         """Wait until what was taken is written, or is known not to be."""
         self._recorder.finish()
 
+    @property
+    def _may_lag(self) -> bool:
+        return not self._run._strategy.free and self._run._strategy.may_lag
+
     def _checkpoint(self) -> None:
+        if self._run.is_main:
+            self._take()
+        if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost
+            self._run.terms.gather(_TAKEN, bytes)
+
+    def _take(self) -> None:
         run = self._run
-        if not run.is_main:
-            return
         with run._strategy.whole() as register:
             if register is not None:
                 assert run._feeding.turns is not None

@@ -22,6 +22,7 @@ from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
+from paceline.data.receipts import Tally
 from paceline.embedding import tables_of
 from paceline.errors import PacelineError, UsageError
 from paceline.feeding import Feeding
@@ -333,9 +334,8 @@ class Run:
         precision = self._precision
         peers = self.terms.peers
         if self._strategy.at_servers:
-            seat = Seat(self._session.worker, self.settings.slots, self._session.lost, self._session.check_run)
-            self._strategy.reach(self._session.servers(), self._session, seat)
-        if tables_of(self._replica.models) and (self._strategy.free or not self._strategy.at_servers):
+            self._strategy.reach(self._session.servers(), self._session, self._seat())
+        if tables_of(self._replica.models) and self.settings.strategy not in ("ps", "central"):
             raise UsageError(
                 f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
                 '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
@@ -361,6 +361,15 @@ class Run:
             for model in self._replica.models:
                 model.register_forward_pre_hook(Hook(stepper.flat.before_forward))
         return stepper
+
+    def _seat(self) -> Seat:
+        session = self._session
+
+        def tally(leaf: int) -> Tally:
+            assert self._stepper is not None
+            return self._stepper.tally_of(leaf)
+
+        return Seat(session.worker, self.settings.slots, session.lost, session.check_run, lambda: session.view, tally)
 
     # stopping
 

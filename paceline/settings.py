@@ -131,6 +131,11 @@ def _check_machines(s: Settings) -> None:
 
 def _check_strategy(s: Settings) -> None:
     entry = _strategy_of(s)
+    if entry.one and s.servers > 1:
+        raise UsageError(
+            f"--servers {s.servers}: --strategy {s.strategy} has all variables at one server; leave it out, or pass "
+            "--strategy ps"
+        )
     if entry.servers and s.listen:
         raise UsageError(
             f"--strategy {s.strategy} is for one machine; leave --listen out, or pass --strategy allreduce"

@@ -24,15 +24,11 @@ from paceline.data.values import leading_size, map_tensors, place
 from paceline.errors import MismatchError, UsageError
 from paceline.flat import Flat
 from paceline.session import Session, user_line
-from paceline.strategies.base import Point, Strategy
+from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Strategy
 from paceline.tensors.following import Following
-from paceline.tensors.peers import Peers, TermEnded
+from paceline.tensors.peers import Peers, SharesWanted, TermEnded
 from paceline.tensors.tree import Plan
 from paceline.timing import Gaps, TimeSplit
-
-STOP, DIGEST, TERM = range(3)
-TALLY = slice(3, 6)
-"""Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
 
 
 class Batch:
@@ -304,10 +300,13 @@ class Stepper:
         due = [0] if self.follows else plan.leaves_of(self._peers.rank)
         while True:
             for leaf in due:
-                yield from self._share(leaf, times, only=leaves == 1)
+                if self._strategy.begin_share(leaf):
+                    yield from self._share(leaf, times, only=leaves == 1)
             try:
                 self.commit(point)
                 return
+            except SharesWanted as wanted:
+                due = wanted.leaves
             except TermEnded:
                 # What the point's first members have computed stands; the lost ones' shares come here too.
                 self.next_term()
@@ -379,6 +378,10 @@ class Stepper:
         part = place(cut(share.value, piece, times), self.device)
         self._taken[leaf] = Taken(leading_size(part), cut_ids(share, piece, times))
         return part, float(leading_size(part))
+
+    def tally_of(self, leaf: int) -> Tally:
+        """What was taken for one share of the point in hand."""
+        return tally([self._taken[leaf]]) if leaf in self._taken else NO_TALLY
 
     def take(self, slot: int) -> None:
         """A flat loop has this slot's share, and no other."""

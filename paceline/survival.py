@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.settings import Settings
+from paceline.strategies import find
 
 
 def words(transport: str, settings: Settings, machine: str) -> str:
@@ -56,8 +57,10 @@ def more_copies(settings: Settings) -> str:
 
     >>> more_copies(Settings(servers=3, replicas=1)), more_copies(Settings(servers=2)), more_copies(Settings())
     ('--replicas 2', '', '')
+    >>> more_copies(Settings(servers=1, strategy="central"))
+    '--strategy ps --servers 2'
     """
     if not settings.servers:
         return ""
-    short = [name for name in ("servers", "replicas") if getattr(settings, name) < 2]
-    return " ".join(f"--{name} 2" for name in short)
+    short = [f"--{name} 2" for name in ("servers", "replicas") if getattr(settings, name) < 2]
+    return " ".join(["--strategy ps", *short] if find(settings.strategy).one else short)

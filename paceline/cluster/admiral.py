@@ -11,6 +11,8 @@ from paceline.cluster import messages
 from paceline.cluster.ends import KILLS, crash_trace, exit_words
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.journal import Journal
+from paceline.settings import Settings
+from paceline.strategies import find
 from paceline.watch.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -21,8 +23,8 @@ _NOT_NEEDED = "others hold all that it held"
 
 
 class Admiral:
-    def __init__(self, coordinator: Coordinator, folder: RunFolder) -> None:
-        self._coordinator, self._folder = coordinator, folder
+    def __init__(self, coordinator: Coordinator, settings: Settings, folder: RunFolder) -> None:
+        self._coordinator, self._settings, self._folder = coordinator, settings, folder
 
     @property
     def _journal(self) -> Journal:
@@ -49,6 +51,8 @@ class Admiral:
         fleet = self._journal.fleet
         if not fleet.wanted:
             return "this run has no servers: they begin with it, paceline run --strategy ps --servers N"
+        if count > 1 and find(self._settings.strategy).one:
+            return f"{count} servers: --strategy {self._settings.strategy} has all variables at one"
         if count < 1:
             return f"{count} servers: somebody must hold the parameters; 1 or more"
         more = count - fleet.wanted + fleet.short(self._started)

@@ -39,7 +39,7 @@ class Coordinator:
         self.ended_at: dict[int, float] = {}
         """When each worker was seen to end."""
         self.rollback = Rollback(self, job, folder)
-        self._admiral = Admiral(self, folder)
+        self._admiral = Admiral(self, job.settings, folder)
         self.start: Callable[[int], None]
         self.kill: Callable[[int], None]
         self.changed: Callable[[], None]

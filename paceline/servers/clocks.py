@@ -22,6 +22,8 @@ import msgspec
 
 from paceline.errors import UsageError
 
+BEHIND = 3
+"""Where shares are computed twice, a worker may be so many steps behind the others: servers keep what it still asks for."""
 _SMOOTH = 0.5
 """The weight of the last step in a worker's pace. Single slow steps mislead a prediction from the last one alone."""
 
@@ -71,6 +73,7 @@ _MODES: dict[str, tuple[type[Mode], int, str]] = {
     "ssp": (Bounded, 1, "ssp:3, for at most 3 steps ahead of the slowest worker"),
     "dssp": (Adaptive, 2, "dssp:1,8, for 1 to 8 steps ahead of the slowest worker"),
     "ps+backup": (Backup, 1, "ps+backup:1, for 1 slot that is computed twice"),
+    "central": (Sync, 0, "central"),
 }
 """name → (mode, how many numbers it takes, how it is written)."""
 

@@ -14,16 +14,34 @@ import torch
 
 from paceline.servers.carried import DTYPES, Carried
 from paceline.servers.fragments import Fragment
-from paceline.servers.messages import ABSENT, BY_VALUE, Advance, Apply, Lay, Part, RowPush, Stage, Summed, Update, Value
+from paceline.servers.messages import (
+    ABSENT,
+    BY_VALUE,
+    Advance,
+    Agreed,
+    Apply,
+    Ended,
+    Lacking,
+    Lay,
+    Meet,
+    Met,
+    Part,
+    RowPush,
+    Stage,
+    Summed,
+    Update,
+    Value,
+    Word,
+)
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
-Said = Lay | Summed | Apply | Value | Stage | RowPush | Advance
+Said = Lay | Summed | Apply | Value | Stage | RowPush | Advance | Word | Ended
 _KEPT_STEPS = 1
-"""A worker may be so many steps behind another one: what it still asks for is kept."""
+"""Where workers meet at every step, one may still ask for what came of the last step when another brings its next part."""
 
 
 class Point:
@@ -32,16 +50,20 @@ class Point:
     def __init__(self, leaves: int) -> None:
         self.leaves, self._parts = leaves, Parts(leaves)
         self._sums: dict[Range, torch.Tensor] = {}
+        self._lanes: dict[Range, bytes] = {}
         self.total: torch.Tensor | None = None
         """Of all leaves, once it is known."""
+        self.agreed = b""
+        self.ended = 0
+        """The term that is over at this point."""
 
-    def add(self, part: Range, body: torch.Tensor) -> torch.Tensor | None:
+    def add(self, part: Range, body: torch.Tensor, lanes: bytes = b"") -> torch.Tensor | None:
         """A part has come; the sum, if it is complete by that."""
         match self._parts.add(part):
             case New(drops):
                 for drop in drops:
-                    del self._sums[drop]
-                self._sums[part] = body.clone()
+                    del self._sums[drop], self._lanes[drop]
+                self._sums[part], self._lanes[part] = body.clone(), lanes
         cover = self._parts.cover()
         if cover is None:
             return None
@@ -50,19 +72,33 @@ class Point:
         TreeSum(sources, program(cover, (0, self.leaves)), [total]).add()
         return total
 
-    def seal(self, total: torch.Tensor) -> None:
-        self.total, self._sums = total, {}
+    def rows(self) -> list[bytes]:
+        """The lanes of the parts, from left to right."""
+        return [self._lanes[part] for part in sorted(self._lanes)]
+
+    def lacking(self) -> list[int]:
+        return [] if self.total is not None else [leaf for gap in self._parts.missing() for leaf in range(*gap)]
+
+    def seal(self, total: torch.Tensor, agreed: bytes) -> None:
+        self.total, self._sums, self.agreed = total, {}, agreed
 
 
 class Held:
-    """`since` which layout this server holds it. All methods are called under `changed`."""
+    """`since` which layout this server holds it; a worker may be `behind` the others by so many steps. All methods are
+    called under `changed`."""
 
-    def __init__(self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried], since: int) -> None:
-        self._fragment, self._dtype, self.since = fragment, dtype, since
+    def __init__(
+        self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried], since: int, behind: int = 0
+    ) -> None:
+        self._fragment, self._dtype, self.since, self._behind = fragment, dtype, since, behind
         self.changed = threading.Condition()
         self.value = torch.zeros(fragment.stop - fragment.start, dtype=dtype)
         self.version = -1
         """Optimizer steps that are in the values; -1: nothing was laid yet."""
+        self._past: dict[int, torch.Tensor] = {}
+        """The values of the last versions, this one's too, for workers that are behind."""
+        self.words: dict[int, Word] = {}
+        """Each worker's last."""
         self.points: dict[tuple[int, int], Point] = {}
         self._due: dict[int, bytes] = {}
         """Optimizer steps to come, by their count: encoded."""
@@ -97,8 +133,8 @@ class Held:
 
     # what is said
 
-    def point(self, message: Part | Summed) -> Point:
-        for old in [key for key in self.points if key[0] < message.step - _KEPT_STEPS]:
+    def point(self, message: Part | Summed | Ended | Meet | Lacking) -> Point:
+        for old in [key for key in self.points if key[0] < message.step - _KEPT_STEPS - self._behind]:
             del self.points[old]
         point = self.points.setdefault((message.step, message.call), Point(message.leaves))
         if point.leaves != message.leaves:
@@ -118,6 +154,11 @@ class Held:
                 return self.version >= max(version, 0)  # newer ones come where filling was broken off and begins again
             case Summed():
                 return self.point(message).total is not None
+            case Ended():
+                point = self.point(message)
+                return point.total is not None or point.ended >= message.term
+            case Word(step, worker):
+                return worker in self.words and self.words[worker].step >= step
             case Value():
                 return message.count <= self.version or (message.count, message.weights) in self._values
             case Stage(worker, own):
@@ -137,7 +178,11 @@ class Held:
             case Lay(_, version):
                 self._lay(version, body)
             case Summed():
-                self.point(message).seal(self.read(body).clone())
+                self.point(message).seal(self.read(body).clone(), message.agreed)
+            case Ended():
+                self.point(message).ended = message.term
+            case Word(_, worker):
+                self.words[worker] = message
             case Value():
                 self._values[message.count, message.weights] = self.read(body).clone()
             case Stage(worker, own):
@@ -150,10 +195,16 @@ class Held:
     def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
         """What makes another copy the same as this one; without its number, which it does not know."""
         states = [] if self._fragment.buffers else [memoryview(self.states().packed())]
+        for version in sorted(self._past.keys() - {self.version}):
+            yield Lay([], version), [as_bytes(self._past[version])]
         yield Lay([], self.version), [as_bytes(self.value), *states]
         for (step, call), point in self.points.items():
             if point.total is not None:
-                yield Summed(step, call, point.leaves, []), [as_bytes(point.total)]
+                yield Summed(step, call, point.leaves, [], point.agreed), [as_bytes(point.total)]
+            elif point.ended:
+                yield Ended(step, call, point.leaves, point.ended, []), []
+        for word in self.words.values():
+            yield word, []
         for (count, weights), value in self._values.items():
             yield Value(count, weights, []), [as_bytes(value)]
         for (worker, own), staged in self._staged.items():
@@ -168,7 +219,15 @@ class Held:
         if len(rest):
             for (_, engine), states in zip(self._engines, Snapshot.read(rest).tree, strict=True):
                 engine.restore(states)
+        self._is_now(version)
+
+    def _is_now(self, version: int) -> None:
+        """The values are this version's."""
         self.version = version
+        if self._behind:
+            self._past[version] = self.value.clone()
+            for old in [known for known in self._past if known < version - self._behind]:
+                del self._past[old]
 
     def states(self) -> Snapshot:
         return Snapshot([engine.capture() for _, engine in self._engines])
@@ -178,6 +237,25 @@ class Held:
     def sealed(self, step: int, call: int) -> bool:
         point = self.points.get((step, call))
         return point is not None and point.total is not None
+
+    def met(self, meet: Meet) -> Met:
+        point = self.point(meet)
+        return Met(point.ended >= meet.term, point.agreed, {worker: word.step for worker, word in self.words.items()})
+
+    def agreement(self, part: Part) -> bytes:
+        """What the sum that this part has completed is sealed with, or was."""
+        point = self.point(part)
+        if point.total is not None or not part.lanes:
+            return point.agreed
+        return msgspec.msgpack.encode(Agreed(point.rows(), self.words))
+
+    def values(self, version: int) -> torch.Tensor:
+        """After so many optimizer steps, which are done. Where nobody is behind, no more are."""
+        if not self._behind:
+            return self.value
+        if version not in self._past:
+            raise ValueError(f"version {version} of the values is not there any more; the newest is {self.version}")
+        return self._past[version]
 
     def over(self, step: int, call: int, divisor: float) -> torch.Tensor:
         """The sum at a point over the divisor, in new memory."""
@@ -197,7 +275,7 @@ class Held:
             if not self._ready(count, update):
                 return
             self._step(count, update)
-            self.version = count
+            self._is_now(count)
             del self._due[count]
             for weights in (False, True):
                 self._values.pop((count, weights), None)

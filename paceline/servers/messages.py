@@ -57,6 +57,8 @@ class Part(msgspec.Struct, tag=True):
     a: int
     b: int
     fragments: list[int]
+    lanes: bytes = b""
+    """Where shares travel by themselves: what is agreed on beside the sum, of the first fragment's part alone."""
 
 
 class Sealed(msgspec.Struct, tag=True):
@@ -66,6 +68,75 @@ class Sealed(msgspec.Struct, tag=True):
     call: int
     fragments: list[int]
     wait: bool
+
+
+# where shares travel by themselves and a worker may be behind (ps+backup): all of it is the first fragment's affair
+
+
+class Word(msgspec.Struct, tag=True):
+    """What a worker brings to a step beside parts: that it is there, what it lately needed for a share, its lanes."""
+
+    step: int
+    worker: int
+    seconds: float
+    lanes: list[int]
+    fragments: list[int]
+
+
+class Ended(msgspec.Struct, tag=True):
+    """A worker of this term is gone: the term is over at this point for all, unless the sum is complete. Answered by
+    `Done`: whether it is over."""
+
+    step: int
+    call: int
+    leaves: int
+    term: int
+    fragments: list[int]
+
+
+class Meet(msgspec.Struct, tag=True):
+    """What a point has come to; waits until its sum is complete or the term is over at it, if told so. Answered by `Met`."""
+
+    step: int
+    call: int
+    leaves: int
+    term: int
+    wait: bool
+
+
+class Abreast(msgspec.Struct, tag=True):
+    """Whether all these workers have come to this step; waits a little for it."""
+
+    step: int
+    workers: list[int]
+
+
+class Lacking(msgspec.Struct, tag=True):
+    """Which shares are missing in any of these fragments; answered by `Lacks`."""
+
+    step: int
+    call: int
+    leaves: int
+    fragments: list[int]
+
+
+class Agreed(msgspec.Struct):
+    """What a sum has with it: the lanes of the shares in it, and of every worker the last word when it was complete."""
+
+    rows: list[bytes]
+    words: dict[int, Word]
+
+
+class Met(msgspec.Struct, tag=True):
+    ended: bool
+    agreed: bytes
+    """An encoded `Agreed`, once the sum is complete."""
+    steps: dict[int, int]
+    """To which step each worker has come."""
+
+
+class Lacks(msgspec.Struct, tag=True):
+    leaves: list[int]
 
 
 class Total(msgspec.Struct, tag=True):
@@ -190,6 +261,8 @@ class Summed(msgspec.Struct, tag=True):
     call: int
     leaves: int
     fragments: list[int]
+    agreed: bytes = b""
+    """An encoded `Agreed`, with the first fragment's."""
 
 
 class Noted(msgspec.Struct, tag=True):
@@ -213,7 +286,7 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | RowPush | Advance | KeySaid
+    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | RowPush | Advance | Word | Ended | KeySaid
 
 
 class State(msgspec.Struct, tag=True):
@@ -324,6 +397,7 @@ class Tail(msgspec.Struct, tag=True):
 
 
 OfRows = Rows | RowPush | Advance | Survey
+Meeting = Word | Ended | Meet | Abreast | Lacking
 Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
 
 
@@ -339,8 +413,23 @@ class Asked(msgspec.Struct, tag=True):
     """A worker's call, by this layout."""
 
     layout: int
-    call: Outline | Lay | Part | Sealed | Total | Apply | Value | Stage | Pull | State | Asking | OfRows | KeyCall
+    call: (
+        Outline
+        | Lay
+        | Part
+        | Sealed
+        | Total
+        | Apply
+        | Value
+        | Stage
+        | Pull
+        | State
+        | Asking
+        | OfRows
+        | Meeting
+        | KeyCall
+    )
 
 
 Call = Asked | Copy | Outline
-ANSWER = Done | Moved | Begun | Turned | Number | Tail | Pushed | Pulled
+ANSWER = Done | Moved | Begun | Turned | Number | Tail | Met | Lacks | Pushed | Pulled

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from paceline.servers.carried import DTYPES
-from paceline.servers.clocks import parse
+from paceline.servers.clocks import BEHIND, Backup, parse
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.lines import Line
 from paceline.servers.messages import (
+    Abreast,
     Advance,
     Apply,
     Asking,
@@ -25,10 +26,14 @@ from paceline.servers.messages import (
     Call,
     Done,
     Drawing,
+    Ended,
     Enter,
     Hold,
+    Lacking,
+    Lacks,
     Lay,
     Lost,
+    Meet,
     Noted,
     Notes,
     Outline,
@@ -47,6 +52,7 @@ from paceline.servers.messages import (
     Turn,
     Unheard,
     Value,
+    Word,
 )
 from paceline.servers.registry import Answer, Registry
 from paceline.servers.row_optimizers import Block
@@ -83,8 +89,17 @@ class Shelf(Copying[Any]):
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answered:
         match call:
-            case Lay() | Value() | Apply() | Stage() | Notes() | RowPush() | Advance():
+            case Lay() | Value() | Apply() | Stage() | Notes() | RowPush() | Advance() | Word():
                 self._hear(call, body)
+            case Ended():
+                self._hear(call, body)
+                with self._locked(call.fragments) as (held,):
+                    return Done(held.point(call).ended >= call.term), ()
+            case Meet() | Abreast():
+                return self._meet(call)
+            case Lacking(fragments=fragments):
+                with self._locked(fragments) as helds:
+                    return Lacks(sorted({leaf for held in helds for leaf in held.point(call).lacking()})), ()
             case Part():
                 self._part(call, body)
             case Sealed():
@@ -124,10 +139,13 @@ class Shelf(Copying[Any]):
             complete: dict[int, tuple[Held, memoryview]] = {}
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
-                total = point.total if point.total is not None else point.add((part.a, part.b), held.read(bodies[k]))
+                total = point.total
+                if total is None:
+                    total = point.add((part.a, part.b), held.read(bodies[k]), part.lanes)
                 if total is not None:
                     complete[k] = held, as_bytes(total)
-            summed = Summed(part.step, part.call, part.leaves, list(complete))
+            agreed = complete[0][0].agreement(part) if 0 in complete else b""
+            summed = Summed(part.step, part.call, part.leaves, list(complete), agreed)
             self._tell(summed, {k: sums for k, (_, sums) in complete.items()})
             for held, sums in complete.values():
                 held.do(summed, sums)
@@ -138,12 +156,26 @@ class Shelf(Copying[Any]):
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
             return bool(held.sealed(asked.step, asked.call))
 
+    def _meet(self, asked: Meet | Abreast) -> Answered:
+        with self._locked([0]) as (held,):
+            if isinstance(asked, Abreast):
+                words = held.words
+
+                def there() -> bool:
+                    return all(worker in words and words[worker].step >= asked.step for worker in asked.workers)
+
+                return Done(held.changed.wait_for(there, LOOK_S)), ()
+            if asked.wait:
+                point = held.point(asked)
+                self._await(0, held, lambda: point.total is not None or point.ended >= asked.term)
+            return held.met(asked), ()
+
     def _pulled(self, fragment: int, version: int) -> torch.Tensor:
         """Where workers step together nobody changes it before this one has brought its part of the next step."""
         assert self._drawing is not None
         with self._locked([fragment]) as (held,):
             self._await(fragment, held, lambda: held.version >= version)
-            value: torch.Tensor = held.value
+            value: torch.Tensor = held.values(version)
             return value.clone() if self._drawing.slots else value
 
     def _gathered(self, asked: Rows, body: memoryview) -> Iterator[Block]:
@@ -190,7 +222,7 @@ class Shelf(Copying[Any]):
 
     def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply, Noted, Notes, Advance)):
+        if isinstance(message, (Lay, Apply, Noted, Notes, Advance, Word, Ended)):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
@@ -229,4 +261,5 @@ class Shelf(Copying[Any]):
         if fragment >= len(drawing.fragments):
             return Registry(parse(drawing.mode), drawing.slots, since)
         found = drawing.fragments[fragment]
-        return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since)
+        behind = BEHIND if isinstance(parse(drawing.mode), Backup) else 0
+        return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since, behind)

@@ -26,12 +26,20 @@ class Entry(NamedTuple):
     """Whether workers meet at servers."""
     numbers: str = ""
     """What stands behind its name, for example."""
+    one: bool = False
+    """Whether there is exactly one server."""
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
 TABLE = {
     "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
     "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
+    "ps+backup": Entry(
+        "paceline.strategies.backup", "Backups", "the same, slow shares twice", servers=True, numbers=":1"
+    ),
+    "central": Entry(
+        "paceline.strategies.ps", "ParameterServers", "the same, all variables at one server", servers=True, one=True
+    ),
     "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
     "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
     "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),

@@ -25,11 +25,11 @@ from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
 
-_LANES = 8
+LANES = 8
 
 
 class AllReduce:
-    same_bits, at_servers, free = True, False, False
+    same_bits, at_servers, free, may_lag = True, False, False, False
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
@@ -75,7 +75,7 @@ class AllReduce:
             self._build()
 
     def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
-        due = self._reducer.carry_on(plan, self._peers, _LANES, kept)
+        due = self._reducer.carry_on(plan, self._peers, LANES, kept)
         self._last_leaf = due[-1] if due else -1
         return due
 
@@ -90,7 +90,7 @@ class AllReduce:
         if self._replica.thawed:
             self._replica.find_trainable()
             self._build()
-        self._reducer.open(plan, _LANES)
+        self._reducer.open(plan, LANES)
         mine = plan.leaves_of(self._peers.rank)
         self._call, self._last_leaf = point.call, mine[-1] if mine else -1
         self._kept = {}
@@ -126,6 +126,9 @@ class AllReduce:
             param.grad = None
             self._old[index] = old
         del self._kept[index]
+
+    def begin_share(self, leaf: int) -> bool:
+        return True
 
     def weigh(self, weight: float) -> None:
         if not self._mean:

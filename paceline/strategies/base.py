@@ -19,11 +19,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.cluster.membership import View
+from paceline.data.receipts import Tally
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
 from paceline.servers.register import Register
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
+
+STOP, DIGEST, TERM = range(3)
+TALLY = slice(3, 6)
+"""Lanes of a reduce point: an asked-for stop, a digest of settings, the newest term known, what was delivered."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ class Seat:
     """The workers that are dead and reaped."""
     check: Callable[[], None]
     """Raises if waiting is in vain."""
+    view: Callable[[], View]
+    """Of the term it is in."""
+    tally: Callable[[int], Tally]
+    """What it has taken for a share of the point in hand."""
 
 
 class Strategy(Protocol):
@@ -65,6 +75,9 @@ class Strategy(Protocol):
 
     free: bool
     """Whether workers run at their own pace: there are no reduce points then, and `turns` asks for micro-batches."""
+
+    may_lag: bool
+    """Whether a worker may be some steps behind the others, where there are reduce points."""
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...
@@ -90,6 +103,9 @@ class Strategy(Protocol):
         """Inside, the models' tensors are what they were when the step began: what a newcomer needs to compute a
         share of it. Only in a flat loop, before the step's first point is met."""
 
+    def begin_share(self, leaf: int) -> bool:
+        """A share comes next. False: nobody needs it any more."""
+
     def weigh(self, weight: float) -> None: ...
     def fold(self, leaf: int) -> None: ...
     def join_pieces(self) -> None:
@@ -99,7 +115,7 @@ class Strategy(Protocol):
         """Instead: that share counts for nothing, and all is as it was before it."""
 
     def commit(self, point: Point, key: int, lanes: Sequence[int]) -> NDArray[np.int64]:
-        """Everybody's lanes, one row a worker."""
+        """Everybody's lanes, one row a worker. `SharesWanted`: there is more to compute first."""
 
     def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
         """For loops without run.slots(): `begin` says whether the backward that has just started

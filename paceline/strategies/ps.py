@@ -41,6 +41,8 @@ from paceline.tensors.tree import Plan
 
 class ParameterServers(AllReduce):
     at_servers = True
+    mode = "ps"
+    """As the servers are told it."""
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
@@ -71,7 +73,7 @@ class ParameterServers(AllReduce):
         layout = self._reducer.layout
         if self._stock is None:
             tables = [embedding.table for embedding in self._tables]
-            self._stock = Stock(self._holders, self._replica, layout, tables=tables)
+            self._stock = Stock(self._holders, self._replica, layout, self.mode, tables=tables)
             self._rows.begin(len(self._stock.fragments))
         elif cut(layout, len(self._replica.params)) != self._stock.fragments:
             raise UsageError(
@@ -85,14 +87,14 @@ class ParameterServers(AllReduce):
         return self._stock
 
     def _served_by(self, peers: Peers) -> ServedPeers:
-        def check(seconds: float) -> None:
-            for rank in range(peers.size):
-                if rank != peers.rank:
-                    self._watch.check(seconds, rank)
-
-        self._check = check
-        self._served = ServedPeers(peers, self._holders, lambda: self._at_servers.fragments, self._sums, check)
+        self._check = partial(self._check_all, peers)
+        self._served = ServedPeers(peers, self._holders, lambda: self._at_servers.fragments, self._sums, self._check)
         return self._served
+
+    def _check_all(self, peers: Peers, seconds: float) -> None:
+        for rank in range(peers.size):
+            if rank != peers.rank:
+                self._watch.check(seconds, rank)
 
     def meet(self, peers: Peers) -> None:
         at = self._served.at
@@ -159,8 +161,7 @@ class ParameterServers(AllReduce):
 
     def _give_back(self, outcome: Outcome) -> None:
         params, (step, call) = self._replica.params, self._served.at
-        served, divisor = self._served, outcome.divisor
-        fetch = Fetch(lambda: self._bring(served, step, call, divisor))
+        fetch = Fetch(partial(self._bring, self._served, step, call, outcome.divisor))
         # What others than the script look at is there at once.
         cast = any(param.dtype != view.dtype for param, view in zip(params, outcome.views, strict=False))
         if cast or outcome.sparse or self._old or self._flat or self._replica.device.type != "cpu":

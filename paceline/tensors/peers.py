@@ -124,6 +124,14 @@ class TermEnded(Exception):
     """A worker of this group is gone. What all have met for stands; the rest is for the next term."""
 
 
+class SharesWanted(Exception):
+    """The meeting waits for these shares: this worker is to compute them too, and to come again."""
+
+    def __init__(self, leaves: Sequence[int]) -> None:
+        super().__init__(f"shares {', '.join(map(str, leaves))} are wanted")
+        self.leaves = list(leaves)
+
+
 class Watch(Protocol):
     """What a group does while it waits, and when the workers turn out to be at different places."""
 

@@ -304,7 +304,7 @@ class Reducer:
         for bucket in range(len(self.layout.buckets)):
             if bucket not in self._sent:
                 self.peers.post(bucket)
-        rows = self.peers.exchange(key, self._pack_lanes(lanes))
+        rows = self.peers.exchange(key, self.row(lanes))
         if rows[:, 0].any():
             early = int(np.bitwise_or.reduce(rows[:, 0]))
             self.peers.repost([b for b in range(len(self.layout.buckets)) if early >> min(b, 62) & 1])
@@ -313,7 +313,8 @@ class Reducer:
         views = self._views(self._total(call, divisor))
         return self._outcome(key, rows, weight, divisor, views)
 
-    def _pack_lanes(self, lanes: Sequence[int]) -> NDArray[np.int64]:
+    def row(self, lanes: Sequence[int]) -> NDArray[np.int64]:
+        """What the others need to know of the shares that are folded, and the caller's own lanes."""
         early = sum(1 << min(bucket, 62) for bucket in {min(b, 62) for b in self._early})
         words = [early, len(self._sparse)]
         words += [struct.unpack("q", struct.pack("d", weight))[0] for weight in self._weights]

@@ -160,6 +160,18 @@ def test_a_backward_of_the_script_s_own_behind_the_reduce_point(tmp_path: Path, 
     assert result.weights == want
 
 
+def test_gradients_that_are_left_to_be_added_to_in_the_next_step(tmp_path: Path, alone: Alone) -> None:
+    script = HEAD + BODY.replace(
+        "optimizer.step(); optimizer.zero_grad()", "if run.step % 2: optimizer.step(); optimizer.zero_grad()"
+    )
+    want = alone(tmp_path, script, slots=4).weights
+    for strategy in ("ps", "ps+backup:1"):
+        done = launch(
+            tmp_path, script, "-n", "2", "--slots", "4", "--strategy", strategy, name=strategy[:2] + strategy[-1:]
+        )
+        assert done.weights == want
+
+
 def test_two_optimizers_behind_one_reduce_point(tmp_path: Path, alone: Alone) -> None:
     """A worker that lags finds the second one's step in the fragments already when it pulls the first one's."""
     head = HEAD.replace(

@@ -18,7 +18,7 @@ from paceline.servers.messages import Apply, Asked, Copy, Done, Drawing, Lay, Mo
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.base import Point, Seat
+from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
@@ -128,7 +128,7 @@ def together(world: World, count: int) -> list[Worker]:
     def work(rank: int) -> None:
         try:
             strategy = ParameterServers()
-            strategy.reach(world, Nobody(), Seat(rank, 1, list, lambda: None))  # type: ignore[arg-type]
+            strategy.reach(world, Nobody(), None)  # type: ignore[arg-type]
             worker = Worker(strategy, Member(table, rank))
             workers.append(worker)
             worker.train()
