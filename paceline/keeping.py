@@ -196,7 +196,7 @@ class Keeping:
 
     @property
     def _may_lag(self) -> bool:
-        return not self._run._strategy.free and self._run._strategy.may_lag
+        return self._run._strategy.may_lag
 
     def _checkpoint(self) -> None:
         if self._run.is_main:

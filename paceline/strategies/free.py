@@ -55,7 +55,7 @@ _UNHEARD_AFTER_S = 0.03
 
 
 class FreeRunning:
-    same_bits, at_servers, free = False, True, True
+    same_bits, at_servers, free, may_lag = False, True, True, False
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
