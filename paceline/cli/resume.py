@@ -54,8 +54,8 @@ def command(run: str, workers: int | None, servers: int | None, show: str, runs:
     checkpoint = checkpoint_of(folder)
     folder = RunFolder(folder.path.absolute())
     # Slots may have followed from the workers that it began with: they stay what they were.
-    slots = folder.read_json(folder.config).get("settings", {}).get("slots")
-    given = {"slots": slots, "workers": workers, "servers": servers}
-    flags = job.flags | {name: value for name, value in given.items() if value is not None}
+    slots = folder.read_json(folder.config).get("settings", {}).get("slots", 0)
+    given = {"workers": workers, "servers": servers}
+    flags = {"slots": slots} | job.flags | {name: value for name, value in given.items() if value is not None}
     os.chdir(job.directory)
     return start(dataclasses.replace(job, flags=flags, faults=[], resume=checkpoint), folder, show)

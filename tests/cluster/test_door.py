@@ -168,8 +168,8 @@ def test_strangers_are_heard_at_a_limited_pace(house: House) -> None:
     assert door.refusals.counts.total() == 64
     door.expire(now + 0.02)
     assert not select.select([door], [], [], 0)[0], "ten more are not worth a round"
-    door.expire(now + 0.04)
-    door.on_ready(now + 0.04)
+    door.expire(now + 0.041)
+    door.on_ready(now + 0.041)
     assert door.refusals.counts.total() == 84
     door.expire(now + 10)
     door.on_ready(now + 10)

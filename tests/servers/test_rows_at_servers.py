@@ -14,7 +14,8 @@ from paceline.replica import Replica
 from paceline.servers.direct import OwnServer
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.holders import Directory
-from paceline.strategies.base import Point, Seat
+from paceline.servers.shelf import Shelf
+from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
@@ -48,7 +49,8 @@ class Net(nn.Module):
 class Worker:
     def __init__(self, servers: Directory, peers: Any) -> None:
         self.strategy, self.peers, self.model = ParameterServers(), peers, Net()
-        self.strategy.reach(servers, Nobody(), Seat(peers.rank, 1, list, lambda: None))  # type: ignore[arg-type]
+        # Of its seat this strategy needs nothing.
+        self.strategy.reach(servers, Nobody(), None)  # type: ignore[arg-type]
         replica = Replica(CPU)
         replica.add_model(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
@@ -75,7 +77,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    worker = Worker(OwnServer(), Alone(CPU))
+    worker = Worker(OwnServer(Shelf()), Alone(CPU))
     worker.train()
     return worker.strategy.report()
 
