@@ -11,6 +11,7 @@ another one is still being sent. Who holds what is under one lock of its own, wh
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -51,7 +52,7 @@ class Copied(Protocol):
 Kept = TypeVar("Kept", bound=Copied)
 
 
-class Copying(Generic[Kept]):
+class Copying(ABC, Generic[Kept]):
     """`number`: which server this is; `dial` connects to another one; `told(server, since)` is called when that one has
     been filled."""
 
@@ -72,17 +73,17 @@ class Copying(Generic[Kept]):
 
     # what kind of fragments they are
 
+    @abstractmethod
     def _new(self, fragment: int, since: int) -> Kept:
         """An empty one; ValueError if there is none of this number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _answer(self, call: Any, body: memoryview) -> Answered:
         """To a worker."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _cut(self, said: Any, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        raise NotImplementedError
 
     def _joined(self, said: Any, bodies: Sequence[memoryview]) -> Sequence[memoryview]:
         """The same, back in one."""

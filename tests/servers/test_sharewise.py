@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,7 +223,20 @@ def none(worker: Worker, rank: int) -> None:
     worker.strategy.twice = {}  # type: ignore[attr-defined]
 
 
-def together(world: World, count: int, prepare: Callable[[Worker, int], None]) -> list[Worker]:
+@contextmanager
+def together(world: World, count: int, prepare: Callable[[Worker, int], None]) -> Iterator[list[Worker]]:
+    """Workers that have trained; they and the world are closed afterwards."""
+    done: list[Worker] = []
+    try:
+        done += _trained(world, count, prepare)
+        yield done
+    finally:
+        for worker in done:
+            worker.strategy.close()
+        world.close()
+
+
+def _trained(world: World, count: int, prepare: Callable[[Worker, int], None]) -> list[Worker]:
     table = Table(count)
     table.barrier = threading.Barrier(count, timeout=PATIENCE_S)
     workers: dict[int, Worker] = {}
@@ -258,18 +272,12 @@ def test_nobody_waits_for_a_slow_worker_which_comes_to_the_same_weights_at_every
         if rank == 2:
             worker.linger = lambda step: progress.until(0, step + 2)
 
-    done: list[Worker] = []
-    try:
-        done = together(world, LEAVES, prepare)
+    with together(world, LEAVES, prepare) as done:
         for worker in done:
             assert worker.weights == undisturbed
         slow = [step for step, _ in done[2].computed]
         assert slow == sorted(set(slow)) and 0 < len(slow) < STEPS - 2, "it passes over what is done without it"
         assert {(step, 2) for step in range(STEPS)} <= {*done[0].computed, *done[2].computed}
-    finally:
-        for worker in done:
-            worker.strategy.close()
-        world.close()
 
 
 def test_the_others_wait_for_one_that_is_further_behind_than_servers_remember(undisturbed: list[str]) -> None:
@@ -288,15 +296,9 @@ def test_the_others_wait_for_one_that_is_further_behind_than_servers_remember(un
 
             worker.linger = linger
 
-    done: list[Worker] = []
-    try:
-        done = together(world, LEAVES, prepare)
+    with together(world, LEAVES, prepare) as done:
         assert all(worker.weights == undisturbed for worker in done)
         assert seen == [1 + BEHIND], "at step 1 its last word was of step 0"
-    finally:
-        for worker in done:
-            worker.strategy.close()
-        world.close()
 
 
 def test_a_share_that_does_not_come_is_computed_by_whoever_waits(
@@ -312,15 +314,9 @@ def test_a_share_that_does_not_come_is_computed_by_whoever_waits(
         if rank == 2:
             worker.linger = lambda step: progress.until(0, 5) if step == 3 else None
 
-    done: list[Worker] = []
-    try:
-        done = together(world, LEAVES, prepare)
+    with together(world, LEAVES, prepare) as done:
         assert all(worker.weights == undisturbed for worker in done)
         assert (3, 2) in [at for worker in done[:2] + done[3:] for at in worker.computed]
-    finally:
-        for worker in done:
-            worker.strategy.close()
-        world.close()
 
 
 def test_a_share_that_only_the_first_fragment_has_is_computed_again(
@@ -350,27 +346,16 @@ def test_a_share_that_only_the_first_fragment_has_is_computed_again(
         if rank == 2:
             peers._send = torn
 
-    done: list[Worker] = []
-    try:
-        done = together(world, LEAVES, prepare)
+    with together(world, LEAVES, prepare) as done:
         assert all(worker.weights == undisturbed for worker in done)
         assert (3, 2) in [at for worker in done[:2] + done[3:] for at in worker.computed]
-    finally:
-        for worker in done:
-            worker.strategy.close()
-        world.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_bits_of_all_reduce_where_workers_carry_several_slots(count: int, undisturbed: list[str]) -> None:
     world = World(count, 2, 2, 0)
-    done = together(world, count, none)
-    try:
+    with together(world, count, none) as done:
         assert all(worker.weights == undisturbed for worker in done)
-    finally:
-        for worker in done:
-            worker.strategy.close()
-        world.close()
 
 
 # what is refused
