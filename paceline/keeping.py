@@ -95,13 +95,18 @@ class Keeping:
         self._last = stepper.step
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
-    def catch_up(self, tree: dict[str, Any]) -> None:
-        """What all have in common behind an exchange that this worker has missed."""
-        stepper = self._run._stepper
+    def common(self, samples: int) -> Snapshot:
+        """What replicas that train apart have in common behind an exchange; the run had so many samples then."""
+        run, receipts = self._run, [list(receipt) for receipt in self.ledger.recent]
+        state = {"strategy": run._strategy.capture(), "samples": samples, "stopped": run.stopped, "receipts": receipts}
+        return Snapshot(state)
+
+    def catch_up(self, common: Snapshot) -> None:
+        """This worker has missed that exchange."""
+        run, stepper = self._run, self._run._stepper
         assert stepper is not None
-        stepper.samples = tree["step"][2]
-        self._run._stopping.reason = tree["stopped"]
-        self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
+        stepper.samples, run._stopping.reason = common.tree["samples"], common.tree["stopped"]
+        self.ledger.remember(Receipt(*receipt) for receipt in common.tree["receipts"])
 
     def resume(self, name: str) -> None:
         """Go on from the run's checkpoint of this name, at any worker count; or from the newest one, if there is any."""

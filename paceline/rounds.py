@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.steps import Stepper
     from paceline.strategies.averaging import Averaging, Gift
 
-_WORDS, _STATES = mix(501), mix(503)
+_WORDS, _STATES, _SHIPPED = mix(501), mix(503), mix(504)
 _POLL_S = 0.001
 
 
@@ -86,7 +86,7 @@ class Rounds:
         session = self._session
         session.row.enter(Phase.JOINING)
         session.needed()
-        self._take_slot(range(self._slots))
+        self._take_slot([slot for slot in range(self._slots) if not self._locker(slot).empty] or range(self._slots))
         self._run._keeping.restore(Snapshot.read(self._first_state()))
         self._samples = self._stepper.samples
         session.row.enter(Phase.SCRIPT)
@@ -94,9 +94,10 @@ class Rounds:
     def _first_state(self) -> memoryview:
         """One that died before it had left any began as all others did."""
         while True:
-            for slot in (self.slot, *range(self._slots)):
-                if not self._locker(slot).empty:
-                    return self._locker(slot).look()
+            for locker in (self._locker(slot) for slot in (self.slot, *range(self._slots))):
+                if not locker.empty:
+                    assert locker is self._locker(self.slot) or not locker.rounds, f"slot {self.slot} has left no state"
+                    return locker.look()
             self._session.check_run()
             time.sleep(_POLL_S)
 
@@ -217,13 +218,7 @@ class Rounds:
         start, waited = time.perf_counter(), self._run.terms.meeting.waited_s
         self._session.row.enter(Phase.REDUCE)
         self._session.at = f"the exchange after step {stepper.step}"
-        own = self._strategy.rhythm.mix if len(gift.fragments) == 1 else 0.0
-        words = self._exchanged(gift)
-        if words:
-            self._strategy.take(gift, own)
-            self._settle(words)
-        else:
-            self._catch_up(gift, own)
+        self._exchange(gift)
         self._receipts = []
         self._keep()
         wait = self._run.terms.meeting.waited_s - waited
@@ -234,8 +229,8 @@ class Rounds:
         self._run._keeping.at_boundary()
         self._session.at = f"the code after step {stepper.step}"
 
-    def _exchanged(self, gift: Gift) -> list[Word]:
-        """Everybody's words, in the order of ranks; none if the others have met for it without this one."""
+    def _exchange(self, gift: Gift) -> None:
+        """Meet the others for it, and take what became of it."""
         terms, strategy = self._run.terms, self._strategy
         terms.catching_up = False
         while True:
@@ -245,15 +240,23 @@ class Rounds:
                 terms.refill(self._slots, None)
                 words = self._said()
                 newest = max(word.rounds for word in words)
-                if newest > strategy.rounds:
-                    return []
                 if any(word.rounds < newest for word in words):
-                    continue  # it takes what it has missed, and trains until it is here again
+                    common = self._shipped([word.rounds for word in words].index(newest))
+                    if strategy.rounds < newest:
+                        self._catch_up(gift, common)
+                        return
+                    continue  # it trains until it is here again
                 strategy.exchange(gift, self.slot, Plan(self._slots, tuple(((w.slot, w.slot + 1),) for w in words)))
-                terms.committed(self._stepper.step)
-                return words
+                break
             except TermEnded:
                 terms.next()
+        terms.committed(self._stepper.step)
+        strategy.take(gift, self._own_part(gift))
+        self._settle(words)
+
+    def _own_part(self, gift: Gift) -> float:
+        """What this replica's weights count for beside what all have come to; nothing, where everything is exchanged."""
+        return self._strategy.rhythm.mix if len(gift.fragments) < self._strategy.rhythm.fragments else 0.0
 
     def _said(self) -> list[Word]:
         run = self._run
@@ -281,17 +284,18 @@ class Rounds:
         if any(codes) and not run.stopped:
             run._stopping.settle(codes, stepper.step)
 
-    def _catch_up(self, gift: Gift, own: float) -> None:
-        """The others have had this exchange, and wait in the next one: what it came to is in their lockers."""
-        newer = self._strategy.rounds + 1
-        view = next(
-            locker.look()
-            for slot in range(self._slots)
-            if not (locker := self._locker(slot)).empty and locker.rounds == newer
+    def _shipped(self, giver: int) -> Snapshot:
+        """What all have had in common behind the last exchange, from one who has had it."""
+        mine = self._run.terms.peers.rank == giver
+        said = self._run.terms.peers.gather(
+            _SHIPPED, self._run._keeping.common(self._samples).to_bytes() if mine else b""
         )
-        tree = Snapshot.read(view).tree
-        self._strategy.catch_up(gift, own, tree["strategy"])
-        self._run._keeping.catch_up(tree)
+        return Snapshot.read(memoryview(said[giver]))
+
+    def _catch_up(self, gift: Gift, common: Snapshot) -> None:
+        """The others have had this exchange, and wait in the next one."""
+        self._strategy.catch_up(gift, self._own_part(gift), common.tree["strategy"])
+        self._run._keeping.catch_up(common)
         self._samples = self._stepper.samples
         self._stepper.agreed_term = self._session.view.term
         self._run.terms.catching_up = True  # until the next exchange: what is met before, they have met

@@ -232,7 +232,9 @@ class Terms:
 
     def refill(self, size: int, state: Stateful | None) -> None:
         """Wait until there are `size` workers. Whoever comes gets the state of right now, if it needs one: all are at this
-        place."""
+        place. Without one they begin here anew, and no point that some have opened is carried on."""
+        if state is None:
+            self._past.opened = 0
         while self.peers.size < size:
             if self._session.apart and state is not None:
                 raise UsageError(
@@ -273,6 +275,7 @@ class Terms:
     def come_in(self) -> None:
         """A newcomer that has its state already enters where the others wait for it."""
         self._session.join()
+        self._past.completed = -1
         try:
             self._with(self._build()).gather(_ENTERED, b"")
         except TermEnded as ended:

@@ -168,7 +168,7 @@ class Averaging:
     def catch_up(self, gift: Gift, own: float, state: dict[str, Any]) -> None:
         """The same for one who comes too late for that: this is what another one has had behind it."""
         self._take_common(state)
-        if 0 in gift.fragments:
+        if 0 in gift.fragments and self._replica.buffers:
             torch._foreach_copy_(self._replica.buffers, self._buffers.start)
         self._go_on(gift, own)
 
