@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-_AT_ONCE = 64 << 10  # bytes: CUDA takes so much from any memory without waiting
-
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same batch, with every tensor in it changed."""
@@ -31,15 +29,7 @@ def place(value: Any, device: torch.device) -> Any:
     Vectorised kernels treat an unaligned head differently, so a share that happens to lie two bytes
     further in memory would give other bits.
     """
-    return map_tensors(value, _align if device.type == "cpu" else lambda tensor: _sent(tensor, device))
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Through pinned memory, where it is much: a copy from any other waits until the GPU has done all that it was given."""
-    from_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if device.type == "cuda" and from_host and tensor.nbytes > _AT_ONCE:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return map_tensors(value, _align if device.type == "cpu" else lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _align(tensor: torch.Tensor) -> torch.Tensor:
