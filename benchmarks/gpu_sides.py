@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu_cases import Case, loss_of
 
 Step = Callable[[], torch.Tensor]
+_BY_FLAG = "--by-flag" in sys.argv
 
 
 def bare(case: Case) -> Step:
@@ -30,12 +31,31 @@ def bare(case: Case) -> Step:
     return loop().__next__
 
 
+def bare_in_full(case: Case) -> Step:
+    """The bare loop as a flag has it: autocast ends with the model, and the loss is computed in fp32."""
+    model, loader = case.model(), case.loader()
+    optimizer = case.optimizer(model)
+
+    def loop() -> Iterator[torch.Tensor]:
+        while True:
+            for batch in loader:
+                x, y = (tensor.to(case.device, non_blocking=True) for tensor in batch)
+                with torch.autocast(case.device, torch.bfloat16):
+                    output = model(x)
+                loss = loss_of(output.float(), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield loss
+
+    return loop().__next__
+
+
 def with_paceline(case: Case) -> Step:
     import paceline
 
     # The bare script with its own autocast and three lines changed; or none of its own, and the flag.
-    by_flag = "--by-flag" in sys.argv
-    precision = "bf16" if by_flag else "fp32"
+    precision = "bf16" if _BY_FLAG else "fp32"
     run = paceline.init(seed=0, precision=precision, device=case.device, threads=torch.get_num_threads())
     model, loader = case.model(), case.loader()
     optimizer = case.optimizer(model)
@@ -45,7 +65,7 @@ def with_paceline(case: Case) -> Step:
         for _ in run.epochs(1 << 30):
             for _batch in loader:
                 for x, y in run.slots():
-                    with torch.autocast(case.device, torch.bfloat16, enabled=not by_flag):
+                    with torch.autocast(case.device, torch.bfloat16, enabled=not _BY_FLAG):
                         loss = loss_of(model(x), y)
                     loss.backward()
                 optimizer.step()
@@ -103,3 +123,5 @@ def with_fabric(case: Case) -> Step:
 
 
 SIDES = {"bare": bare, "paceline": with_paceline, "accelerate": with_accelerate, "fabric": with_fabric}
+if _BY_FLAG:
+    SIDES["bare-fp32"] = bare_in_full

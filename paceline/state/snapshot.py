@@ -6,14 +6,15 @@ tensors' raw bytes behind it, each on a 64-byte boundary.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
 from paceline.errors import UsageError
+from paceline.tensors import onepass
 
 _ALIGN = 64
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -25,6 +26,22 @@ class _Header(msgspec.Struct, array_like=True):
     tree: Any
     tensors: list[tuple[str, list[int], int]]
     """(dtype, shape, where its bytes start behind the header)"""
+
+
+class Copy(NamedTuple):
+    """A tensor's way into a snapshot's memory."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    """Its bytes, flat."""
+
+    def make(self) -> None:
+        onepass.copy(self.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8), self.target)
+
+    def stretches(self, size: int) -> Iterator[Copy]:
+        """The same of a contiguous tensor, in copies of at most so many bytes."""
+        raw = self.source.detach().view(-1).view(torch.uint8)
+        return map(Copy, raw.split(size), self.target.split(size))
 
 
 class Snapshot:
@@ -43,19 +60,22 @@ class Snapshot:
         self._header, self._places = header, places
         self.nbytes = self._first + at
 
-    def write(self, memory: memoryview, later: Container[int] = ()) -> list[tuple[torch.Tensor, memoryview]]:
-        """Into this memory. Contiguous tensors whose id is in `later` are left to the caller: returned with their places."""
-        rest = []
+    def lay(self, memory: memoryview) -> list[Copy]:
+        """All but the tensors into this memory; the copies that are still to be made."""
         memory[:8] = len(self._header).to_bytes(8, "little")
         memory[8 : 8 + len(self._header)] = self._header
-        for tensor, (_, _, at) in zip(self._tensors, self._places, strict=True):
-            start = self._first + at
-            if id(tensor) in later:
-                rest.append((tensor, memory[start : start + tensor.nbytes]))
-            elif tensor.numel():
-                raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                torch.frombuffer(memory, dtype=torch.uint8, count=len(raw), offset=start).copy_(raw)
-        return rest
+        if self.nbytes == self._first:
+            return []
+        behind = torch.frombuffer(memory, dtype=torch.uint8, offset=self._first)
+        return [
+            Copy(tensor, behind[at : at + tensor.numel() * tensor.element_size()])
+            for tensor, (_, _, at) in zip(self._tensors, self._places, strict=True)
+            if tensor.numel()
+        ]
+
+    def write(self, memory: memoryview) -> None:
+        for copy in self.lay(memory):
+            copy.make()
 
     def packed(self) -> bytearray:
         """For a message; where the state is large, `write` into memory at hand saves a copy."""

@@ -21,6 +21,7 @@ The loop for s0 + s1 in fp32, with one out; a line is two registers, only the fi
            jb       next
 
 Sums, products and quotients of vectors are rounded as torch's are: the bits are those of `TreeSum`.
+With one source and no scale the same loop is a copy (`copy`), whatever the bytes stand for.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _ROWS, _OPERAND, _SCALE = 7, 14, 15
 """The registers: two for each row of sums in the making, one for an operand from memory, one for the scale."""
 _MOST_SOURCES = 24
 """From more than these at once the processor no longer fetches ahead, and `TreeSum` is faster (measured)."""
+_WORTH_IT = 64 << 10  # bytes: what is smaller stays in the cache anyhow
 
 _LOAD, _STREAM, _ADD, _MULTIPLY, _DIVIDE = 0x10, 0x2B, 0x58, 0x59, 0x5E
 _BROADCAST = {torch.float32: 0x18, torch.float64: 0x19}
@@ -85,6 +87,18 @@ class OnePass:
         kernel.run(self._addresses, self._nbytes, ctypes.byref(self._scale(1.0 / divisor if exact else divisor)))
 
 
+def copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    """Bytes on the host, past the cache where they are many: three quarters of the time that `copy_` takes (measured), and
+    what the training has in the cache stays there."""
+    lines = out.nbytes - out.nbytes % _LINE
+    if lines < _WORTH_IT or source.data_ptr() % _LINE or out.data_ptr() % _LINE or not _supported():
+        out.copy_(source)
+        return
+    kernel = _kernel((), 1, 1, torch.float32, None)
+    kernel.run((ctypes.c_void_p * 2)(source.data_ptr(), out.data_ptr()), lines, None)
+    out[lines:].copy_(source[lines:])
+
+
 class _Kernel:
     """Machine code that can be called while this object lives. Its memory is never writable and executable at once."""
 
@@ -98,7 +112,7 @@ class _Kernel:
 
 
 @lru_cache(maxsize=256)
-def _kernel(steps: tuple[Step, ...], sources: int, outs: int, dtype: torch.dtype, scaling: int) -> _Kernel:
+def _kernel(steps: tuple[Step, ...], sources: int, outs: int, dtype: torch.dtype, scaling: int | None) -> _Kernel:
     return _Kernel(machine_code(steps, sources, outs, dtype, scaling))
 
 
@@ -114,8 +128,8 @@ def _supported() -> bool:
     return True
 
 
-def machine_code(steps: Sequence[Step], sources: int, outs: int, dtype: torch.dtype, scaling: int) -> bytes:
-    """A function (rdi: the addresses of sources and outs, rsi: how many bytes each has, rdx: the scale)."""
+def machine_code(steps: Sequence[Step], sources: int, outs: int, dtype: torch.dtype, scaling: int | None) -> bytes:
+    """A function (rdi: the addresses of sources and outs, rsi: how many bytes each has, rdx: the scale, if there is one)."""
     packed = _PACKED[dtype]
     line = b"".join(_sum_of_half_a_line(steps, packed, scaling, half) for half in (0, 1))
     total = _total_row(steps)
@@ -127,7 +141,9 @@ def machine_code(steps: Sequence[Step], sources: int, outs: int, dtype: torch.dt
     return b"".join(
         (
             bytes((0x31, 0xC9)),  # xor ecx, ecx
-            bytes((0xC4, 0x62, 0x7D, _BROADCAST[dtype], 0x3A)),  # vbroadcastss/sd ymm15, [rdx]
+            b""
+            if scaling is None
+            else bytes((0xC4, 0x62, 0x7D, _BROADCAST[dtype], 0x3A)),  # vbroadcastss/sd ymm15, [rdx]
             line,
             bytes((0x0F, 0x82)) + (-len(line) - jump).to_bytes(4, "little", signed=True),  # jb, to the next line
             bytes((0x0F, 0xAE, 0xF8)),  # sfence: whoever sees what we say next sees these stores
@@ -141,7 +157,7 @@ def _total_row(steps: Sequence[Step]) -> int:
     return scratch_rows(steps)[-1] if steps else 0
 
 
-def _sum_of_half_a_line(steps: Sequence[Step], packed: int, scaling: int, half: int) -> bytes:
+def _sum_of_half_a_line(steps: Sequence[Step], packed: int, scaling: int | None, half: int) -> bytes:
     register: dict[int, int] = {}
     code = b"" if steps else _address(0) + _vector(_LOAD, packed, half, at=half)
     for (left, right, result), row in zip(steps, scratch_rows(steps), strict=True):
@@ -154,6 +170,8 @@ def _sum_of_half_a_line(steps: Sequence[Step], packed: int, scaling: int, half: 
         else:
             code += _address(left) + _vector(_ADD, packed, to, first, at=half)
         register[result] = to
+    if scaling is None:
+        return code
     total = 2 * _total_row(steps) + half
     return code + _vector(scaling, packed, total, total, other=_SCALE)
 

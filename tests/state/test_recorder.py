@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,24 +16,25 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from paceline.state import recorder as recorder_module
 from paceline.state.checkpoint import listed
 from paceline.state.recorder import Recorder
-from paceline.state.snapshot import Snapshot
+from paceline.state.snapshot import Copy, Snapshot
 from paceline.state.writer import Writer
 from tests.state.test_snapshot import alike
 
 
 class Gate:
-    """Holds the copying thread until the test lets it go on."""
+    """Holds the thread that copies late until the test lets it go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        copy = recorder_module.np.copyto
+        fill = recorder_module._Taken.fill
 
-        def gated(target: Any, source: Any) -> None:
-            self.reached.set()
-            assert self.open.wait(30)
-            copy(target, source)
+        def gated(taken: Any) -> None:
+            if taken._late:
+                self.reached.set()
+                assert self.open.wait(30)
+            fill(taken)
 
-        monkeypatch.setattr(recorder_module.np, "copyto", gated)
+        monkeypatch.setattr(recorder_module._Taken, "fill", gated)
         self.held_up = threading.Event()
         before_step = recorder_module._Taken._before_step
 
@@ -75,10 +77,7 @@ class Training:
 
     def frozen(self) -> Any:
         """The state as it is now, in memory of its own."""
-        snapshot = Snapshot(self.state())
-        memory = memoryview(bytearray(snapshot.nbytes))
-        assert snapshot.write(memory) == []
-        return Snapshot.read(memory).tree
+        return copy.deepcopy(self.state())
 
     def take(self, step: int) -> bool:
         return self.recorder.take(step, Snapshot(self.state()), self.optimizers)
@@ -216,6 +215,45 @@ def test_training_does_not_wait_for_a_slow_writer(training: Training, gate: Gate
     gate.open.set()
     training.recorder.finish()
     assert list(training.written()) == [1] and alike(training.written()[1], expected)
+
+
+def test_two_threads_copy_what_must_not_be_late(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a stretch in hand while the other one has; the script goes on when both are done."""
+    monkeypatch.setattr(recorder_module, "_STRETCH", 4096)
+    both, met, make = threading.Barrier(2, timeout=30), set[int](), Copy.make
+
+    def together(one: Copy) -> None:
+        if threading.get_ident() not in met:
+            met.add(threading.get_ident())
+            both.wait()
+        make(one)
+
+    monkeypatch.setattr(Copy, "make", together)
+    expected = training.frozen()
+    assert training.take(1)
+    for model in training.models:
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    training.recorder.finish()
+    assert len(met) == 2 and alike(training.written()[1], expected)
+
+
+def test_a_state_that_could_not_be_copied_is_not_kept(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, script = Copy.make, threading.get_ident()
+
+    def broken(one: Copy) -> None:
+        if threading.get_ident() == script:
+            raise MemoryError
+        make(one)
+
+    fill, begun = recorder_module._Taken.fill, threading.Event()
+    monkeypatch.setattr(Copy, "make", broken)
+    monkeypatch.setattr(recorder_module._Taken, "fill", lambda taken: begun.wait(30) and fill(taken))
+    with pytest.raises(MemoryError):
+        training.take(1)
+    begun.set()
+    training.recorder.finish()
+    assert training.written() == {} and len(training.told) == 1
 
 
 def test_memory_is_used_again_and_grows_when_it_must(training: Training) -> None:

@@ -100,6 +100,20 @@ def test_what_it_cannot_add_it_leaves_to_others(odd: torch.Tensor) -> None:
     assert not OnePass.can([even, even], PAIR.steps, [odd])
 
 
+_skip = st.sampled_from([0, 0, 0, 1, 32])
+
+
+@given(size=st.integers(0, 3 * onepass._WORTH_IT), skip=_skip, out_skip=_skip, seed=st.integers(0, 99))
+def test_a_copy_is_the_same_bytes_and_no_more(size: int, skip: int, out_skip: int, seed: int) -> None:
+    """Any bytes, signalling NaNs among them: nothing is computed with them."""
+    count = size // LINE + 1
+    source = lines(count, torch.uint8, skip)[:size].random_(generator=torch.Generator().manual_seed(seed))
+    memory = lines(count + 2, torch.uint8, out_skip).fill_(7)
+    before, out, behind = memory.split([LINE, size, len(memory) - LINE - size])
+    onepass.copy(source, out)
+    assert torch.equal(out, source) and before.eq(7).all() and behind.eq(7).all()
+
+
 @needs_avx
 def test_too_many_sources_are_left_to_others() -> None:
     (root,) = Plan.of(25, 25).roots
