@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Test processes at once: a run is mostly one core at work importing torch, so two fill two cores.
-JOBS ?= 2
+# Test processes at once: two would leave two cores idle while tests wait, for leases, links and each other.
+JOBS ?= 3
 
 .PHONY: help demo test lint types bench rehearse docs clean
 
@@ -36,8 +36,9 @@ bench: $(READY) ## The committed benchmarks (long)
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.step
 
-rehearse: $(READY) ## 200 random fault plans against a clean run, and more seeds of the simulated one (long: about half a minute a plan on 2 cores)
+rehearse: $(READY) ## 200 random fault plans against a clean run, more seeds of the simulated one, and all runs of the tests from bare processes (long: about half a minute a plan on 2 cores)
 	ROUNDS=3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_terms.py tests/test_healing.py
+	BARE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/end_to_end tests/cli tests/faults
 	$(BIN)/paceline rehearse --seeds 200 -n 4 --slots 12 --steps 420 benchmarks/rehearsed.py
 
 docs: $(READY) ## Check the documents: links, and the examples in them

@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, settings
 
 from paceline.cluster.store import runtime_folder
 from tests.alone import Alone
+from tests.end_to_end import launching
 from tests.etcd import Etcd
 from tests.leaks import GRACE_S, Held, end_processes_of, leaked
+from tests.warm import Warm
 
 _ON_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 settings.register_profile(
@@ -87,6 +89,19 @@ def alone() -> Iterator[Alone]:
     """Runs a script as plain `python` would, in a moment."""
     host = Alone()
     yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def warm(own_runtime_folder: None) -> Iterator[None]:
+    """Runs start in a moment: their nurseries are forks of a process that has imported torch."""
+    if os.environ.get("BARE"):
+        yield
+        return
+    host = Warm(launching.environment())
+    launching.warm_variables.update(host.variables)
+    yield
+    launching.warm_variables.clear()
     host.close()
 
 

@@ -77,11 +77,11 @@ class Machine:
     def inside(self) -> Iterator[None]:
         """This thread is on the machine; the sockets it opens there stay there."""
         with open("/proc/thread-self/ns/net") as here, open(_NAMESPACES / self.space) as there:
-            _enter(there.fileno())
+            enter(there.fileno())
             try:
                 yield
             finally:
-                _enter(here.fileno())
+                enter(here.fileno())
 
     def cut(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "down")
@@ -186,7 +186,7 @@ def _tc(space: str, verb: str, device: str) -> list[str]:
     return ["tc", "-n", space, "qdisc", verb, "dev", device, "root"]
 
 
-def _enter(space: int) -> None:
+def enter(space: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(space, _NEW_NET):
         raise OSError(ctypes.get_errno(), "setns failed")

@@ -13,6 +13,7 @@ from paceline.launch.boot import _after_exit
 from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, environment, launch, write_script
 
+pytestmark = pytest.mark.usefixtures("warm")
 PARSER = (
     "import argparse\np = argparse.ArgumentParser()\np.add_argument('--seed')\np.add_argument('--lr')\np.parse_args()\n"
 )

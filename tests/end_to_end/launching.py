@@ -72,13 +72,15 @@ class Result:
 
 
 PATIENCE_S = 80
+warm_variables: dict[str, str] = {}
+"""With these, a run's nursery need not import torch; the fixture `warm` puts them here."""
 
 
 def environment() -> dict[str, str]:
     env = dict(os.environ)
     env["COLUMNS"] = "250"
     env.pop("PACELINE_TICKET", None)
-    return env
+    return env | warm_variables
 
 
 def write_script(folder: Path, text: str, name: str = "train.py") -> Path:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import BODY, HEAD, Result, launch, paceline, write_script
 from tests.end_to_end.test_failures import left_processes
 from tests.end_to_end.test_same_bits import flattened
 
-EPOCHS = 15
+EPOCHS = 10
 STEPS = 4 * EPOCHS
 TRAINS = """
 import time
@@ -49,10 +50,9 @@ def faults(*plan: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def weights(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> str:
     """What all-reduce comes to."""
-    script = TRAINS.replace("time.sleep(0.01)", "pass")
-    return launch(tmp_path_factory.mktemp("reference"), script, "-n", "1", "--slots", "4").weights
+    return alone(tmp_path_factory.mktemp("reference"), TRAINS.replace("time.sleep(0.01)", "pass"), slots=4).weights
 
 
 def check(done: Result, weights: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import BODY, HEAD, Result, ended, going, launch, paceline
+from tests.end_to_end.launching import BODY, HEAD, Result, ended, finish, going, launch, paceline
 
 SUMS = Path(__file__).parents[2] / "benchmarks" / "sums.py"
 EPOCHS = 3
@@ -69,13 +69,17 @@ def test_the_only_server_is_killed_and_no_push_counts_twice(tmp_path: Path) -> N
 
 def test_servers_come_and_go_while_workers_push(tmp_path: Path) -> None:
     flags = ("-n", "2", "--servers", "1", "--strategy", "async")
-    with going(tmp_path, SUMS.read_text(), *flags, args=("40", "0.005")) as run:
+    # Never so fast that it is over before the last server has gone, and no longer than that.
+    crawls = "time.sleep(0.0 if (run.dir / 'go').exists() else 0.005 if run.step < 200 else 0.1)"
+    script = SUMS.read_text().replace("time.sleep(PAUSE_S)", crawls)
+    with going(tmp_path, script, *flags, args=("12",)) as run:
         run.wait_for_step(10)
         for servers, done in (("3", run.event("settled")), ("1", run.event("ending a server", server=2))):
             assert paceline("scale", "it", "--servers", servers, cwd=tmp_path).returncode == 0
             run.wait_for(done, f"--servers {servers}")
+        finish(run)
         result = ended(run)
-    exact(result, 50 * 40)
+    exact(result, 50 * 12)
 
 
 TRAINS = (
@@ -113,13 +117,9 @@ def test_a_loop_that_is_left_early_is_left_by_all_before_they_meet(tmp_path: Pat
     assert done.summary["epochs"] == 2
 
 
-def test_a_run_of_one_needs_no_server_process(tmp_path: Path) -> None:
-    import subprocess
-
-    script = tmp_path / "train.py"
-    script.write_text(TRAINS.replace("paceline.init()", "paceline.init(strategy='ssp:1', slots=2)"))
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_a_run_of_one_needs_no_server_process(tmp_path: Path, alone: Alone) -> None:
+    done = alone(tmp_path, TRAINS, strategy="ssp:1", slots=2)
+    assert done.code == 0, done.err
 
 
 MISTAKES = {

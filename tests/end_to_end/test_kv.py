@@ -6,24 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import (
-    BODY,
-    HEAD,
-    ended,
-    environment,
-    finish,
-    going,
-    launch,
-    paceline,
-    write_script,
-)
+from tests.end_to_end.launching import BODY, HEAD, ended, finish, going, launch, paceline, write_script
 from tests.end_to_end.test_failures import left_processes
 from tests.end_to_end.test_servers import pid_of, settled
 
@@ -89,16 +78,11 @@ def test_the_only_copy_is_lost_and_all_begins_again(tmp_path: Path) -> None:
     assert left_processes(str(tmp_path)) == []
 
 
-def test_alone_and_without_servers(tmp_path: Path) -> None:
+def test_alone_and_without_servers(tmp_path: Path, alone: Alone) -> None:
     """A process of its own holds its keys itself; a run needs servers for that, and says so."""
-    folder = tmp_path / "alone"
-    folder.mkdir()
-    script = write_script(folder, COUNTS.replace('not (run.dir / "go").exists()', "False"))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    check_counts(next(folder.rglob("counted.json")).parent)
+    done = alone(tmp_path, COUNTS.replace('not (run.dir / "go").exists()', "False"))
+    assert done.code == 0, done.err
+    check_counts(done.folder)
     result = launch(tmp_path, COUNTS, "-n", "2")
     assert result.code == 2 and "train.py:4: run.kv keeps its keys at servers" in result.last_line, result.err
     assert "add --servers 1 to the command" in result.last_line

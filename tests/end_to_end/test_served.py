@@ -8,6 +8,14 @@ import pytest
 
 from benchmarks.failovers import LIMIT_S, fail_over
 from benchmarks.served_bits import Case, compared, reference
+from tests.end_to_end.launching import environment
+
+
+@pytest.fixture(autouse=True)
+def as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmarks start runs by themselves."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

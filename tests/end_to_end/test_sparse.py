@@ -6,24 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import (
-    TIMEOUT_S,
-    Result,
-    ended,
-    environment,
-    finish,
-    going,
-    launch,
-    paceline,
-    write_script,
-)
+from tests.end_to_end.launching import Result, ended, finish, going, launch, paceline, write_script
 from tests.end_to_end.test_failures import left_processes
 from tests.end_to_end.test_servers import pid_of, settled
 
@@ -72,18 +61,11 @@ def learnt(result: Result) -> tuple[str, str, int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, int]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> tuple[str, str, int]:
     """What a run of one comes to, which has its rows in its own process."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    script = write_script(folder, SCRIPT.replace("init()", f"init(strategy='ps', slots={SLOTS})"))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr
-    (summary,) = folder.rglob("summary.json")
-    found = json.loads(summary.read_text())
-    assert found["rows"] > 50
-    return found["weights_sha256"], found["rows_sha256"], found["rows"]
+    found = learnt(alone(tmp_path_factory.mktemp("undisturbed"), SCRIPT, strategy="ps", slots=SLOTS))
+    assert found[-1] > 50
+    return found
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 3), (2, 2), (3, 1)])

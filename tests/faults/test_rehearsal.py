@@ -20,6 +20,7 @@ from paceline.faults.rehearsal import Rehearsal
 from tests.end_to_end.launching import BODY, HEAD, environment, paceline, write_script
 from tests.end_to_end.test_failures import left_processes
 
+pytestmark = pytest.mark.usefixtures("warm")
 TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(40)").replace("zero_grad()", "zero_grad(); run.log(step=run.step)")
 
 

@@ -38,9 +38,9 @@ def reduced(
     return tree_sum(leaves) / divisor
 
 
-def bits(tensor: torch.Tensor) -> list[int]:
-    """Its bits as integers: tells -0.0 from +0.0, and one NaN from another."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+def bits(tensor: torch.Tensor) -> bytes:
+    """They tell -0.0 from +0.0, and one NaN from another."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
