@@ -75,7 +75,7 @@ def main() -> None:
     )
     print(f"{'codec':14}{'bytes':>10}{'of fp32':>9}{'send GB/s':>11}{'decode GB/s':>13}{'both GB/s':>11}  pays below")
     for name, entry in TABLE.items():
-        codec = parse(name + entry.numbers)
+        codec = parse(name + entry.number)
         sending, decoding = measure(codec, values, shapes, options.rounds)
         size = codec.nbytes(shapes)
         pays = (nbytes - size) / (sending + decoding) * 8 / 1e9

@@ -341,6 +341,7 @@ class Run:
                 '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
                 "runs alone"
             )
+        self._strategy.keep_in(self._session.lasting_segments)
         self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         stepper = Stepper(self._session, peers, self._strategy, precision.scales)
         self.terms.on_peers = [self._strategy.meet, stepper.meet]

@@ -49,14 +49,18 @@ def words(size: int) -> str:
 
 _PREFIX = "segment/"
 _NAME = re.compile(r"(?:group|state)-(\d{1,9})(?:[-/].*)?")
+_LASTING = re.compile(r"kept-[-\d]{1,40}")
+_NEVER = 1 << 62
 
 
 def term_of(segment: str) -> int:
-    """The term whose group asked for this segment.
+    """The term whose group asked for this segment; what is kept from step to step belongs to none that ends.
 
-    >>> term_of("group-3/memory-1"), term_of("state-4")
-    (3, 4)
+    >>> term_of("group-3/memory-1"), term_of("state-4"), term_of("kept-0-4-1040") > 10**9
+    (3, 4, True)
     """
+    if _LASTING.fullmatch(segment):
+        return _NEVER
     found = _NAME.fullmatch(segment)
     if found is None:
         raise ValueError(f"{segment!r} is no name of a segment")

@@ -21,6 +21,7 @@ from paceline.servers.register import Register
 from paceline.strategies.base import Point, Scaled, Seat
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
+from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
@@ -43,6 +44,9 @@ class AllReduce:
     def begin(self) -> None:
         return
 
+    def keep_in(self, allocate: Allocate | None) -> None:
+        return
+
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._replica, self._peers, self._mean, self._scaled = replica, peers, mean, scaled
         self._flat_begin: Callable[[], bool] | None = None
@@ -62,12 +66,16 @@ class AllReduce:
         if self._overlap is not None:
             self._overlap.close()
         replica = self._replica
-        self._reducer = Reducer([*replica.params, *replica.buffers], len(replica.params), self._peers)
+        self._reducer = self._new_reducer([*replica.params, *replica.buffers], len(replica.params))
         self._views: dict[int, list[torch.Tensor]] = {}
         self._buffers = Buffers(replica)
         self._overlap = None
         if self._peers.size > 1 or self._scaled:
             self._overlap = Overlap(replica.params, self._reducer, self._grad_of, self._flat_backward_starts)
+
+    def _new_reducer(self, tensors: Sequence[torch.Tensor], count: int) -> Reducer:
+        """The first `count` are parameters, the rest buffers."""
+        return Reducer(tensors, count, self._peers)
 
     def meet(self, peers: Peers) -> None:
         self._peers = self._reducer.peers = peers

@@ -24,6 +24,7 @@ from paceline.data.receipts import Tally
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
 from paceline.servers.register import Register
+from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
 
@@ -82,6 +83,9 @@ class Strategy(Protocol):
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...
     def begin(self) -> None: ...
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        """Before `attach`: memory that outlives a worker and is the same for all; None where there is none."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         """Once, when all models are known. `scaled`: gradients come multiplied by its scale."""

@@ -46,6 +46,7 @@ from paceline.servers.register import AGAIN, Delivered, Register
 from paceline.servers.stock import Stock
 from paceline.strategies.base import Scaled, Seat
 from paceline.strategies.buffers import Buffers
+from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers, Watch
 
@@ -77,6 +78,9 @@ class FreeRunning:
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._seat, self._holders = seat, Holders(servers)
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        return
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:

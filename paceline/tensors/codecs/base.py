@@ -19,7 +19,6 @@ from typing import Protocol
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.tensors.sums import CHUNK
 
 Shapes = Sequence[Sequence[int]]
@@ -99,17 +98,6 @@ def cut(message: torch.Tensor, *parts: tuple[torch.dtype, int]) -> list[torch.Te
         raise ValueError(f"a message of {message.numel()} bytes came where {sum(sizes)} are due")
     pieces = message.split(sizes)
     return [piece.view(dtype) for piece, (dtype, _) in zip(pieces, parts, strict=True)]
-
-
-def share_of(text: str, kind: str) -> float:
-    """What stands behind `topk:`: more than 0, at most 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0.0 < share <= 1.0:
-        raise UsageError(f"{kind}:{text}: the share of values to send is more than 0 and at most 1; write {kind}:0.01")
-    return share
 
 
 def chosen(share: float, total: int) -> int:

@@ -7,6 +7,8 @@ written down and handed over as it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.tensors.codecs.base import Codec, Shapes, count
@@ -22,20 +24,31 @@ def kept_at_first(codec: Codec, shapes: Shapes) -> torch.Tensor:
 
 
 def send(
-    codec: Codec, values: torch.Tensor, shapes: Shapes, seed: int, old: torch.Tensor, new: torch.Tensor
+    codec: Codec,
+    values: torch.Tensor,
+    shapes: Shapes,
+    seed: int,
+    old: torch.Tensor,
+    new: torch.Tensor,
+    absent: Sequence[slice] = (),
 ) -> torch.Tensor:
     """The message for these values and what is kept in `old`; `new` is what is kept from now on.
 
-    `old` stands: the same can be sent again. `values` is changed: what was kept is added to it.
+    `old` stands: the same can be sent again. `values` is changed: what was kept is added to it. Of `absent` stretches
+    nothing is sent, and what is kept of them waits; whoever decodes takes them for 0.
     """
     split = _residuals(codec, shapes)
     new[split:].copy_(old[split:])
     if split:
         values += old[:split]
+    for at in absent:
+        values[at] = 0.0
     message = codec.encode(values, shapes, seed, new[split:])
     if split:
         codec.decode(message, shapes, seed, new[:split])
         torch.sub(values, new[:split], out=new[:split])
+        for at in absent:
+            new[at] = old[at]
     return message
 
 

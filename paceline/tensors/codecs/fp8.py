@@ -55,7 +55,7 @@ class Fp8:
         return values.abs() / 16 + step + TINY
 
 
-def fp8(numbers: str) -> Fp8:
+def fp8(number: float) -> Fp8:
     if not hasattr(torch, "float8_e4m3fn"):
         raise UsageError(f"torch {torch.__version__} has no 8-bit floats (float8_e4m3fn): write int8")
     return Fp8()

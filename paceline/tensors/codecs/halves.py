@@ -46,9 +46,9 @@ class Half:
 _MOST = torch.finfo(torch.float16).max
 
 
-def fp16(numbers: str) -> Half:
+def fp16(number: float) -> Half:
     return Half("fp16", torch.float16)
 
 
-def bf16(numbers: str) -> Half:
+def bf16(number: float) -> Half:
     return Half("bf16", torch.bfloat16)

@@ -45,7 +45,7 @@ class Int8:
         return spread(largest(values, BLOCK) * (1 / 254 + 2.0**-21), values, BLOCK) + TINY
 
 
-def int8(numbers: str) -> Int8:
+def int8(number: float) -> Int8:
     return Int8()
 
 

@@ -41,7 +41,7 @@ class OneBit:
         return spread(largest(values, BLOCK) * (1 + 2.0**-16), values, BLOCK) + TINY
 
 
-def onebit(numbers: str) -> OneBit:
+def onebit(number: float) -> OneBit:
     return OneBit()
 
 

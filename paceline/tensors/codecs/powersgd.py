@@ -21,7 +21,6 @@ from math import prod
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.tensors.codecs.base import TINY, Shapes, cut, join
 
 _SEED = 5824522
@@ -94,10 +93,8 @@ class PowerSGD:
         return list(memory.split([self._sizes(shape)[1] for shape in shapes]))
 
 
-def powersgd(numbers: str) -> PowerSGD:
-    if not numbers.isdecimal() or not int(numbers):
-        raise UsageError(f"powersgd:{numbers}: the rank is a whole number from 1 on; write powersgd:2")
-    return PowerSGD(int(numbers))
+def powersgd(rank: float) -> PowerSGD:
+    return PowerSGD(int(rank))
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:

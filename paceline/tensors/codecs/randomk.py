@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join, share_of
+from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class RandomK:
         return drawn_places(values.numel(), chosen(self.share, values.numel()), seed).to(values.device)
 
 
-def randomk(numbers: str) -> RandomK:
-    return RandomK(share_of(numbers, "randomk"))
+def randomk(share: float) -> RandomK:
+    return RandomK(share)
 
 
 def drawn_places(total: int, number: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join, share_of
+from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join
 
 _STRETCH = 1 << 16
 _SHIFT = 1 << 15
@@ -55,8 +55,8 @@ class TopK:
         return left
 
 
-def topk(numbers: str) -> TopK:
-    return TopK(share_of(numbers, "topk"))
+def topk(share: float) -> TopK:
+    return TopK(share)
 
 
 def largest_places(values: torch.Tensor, number: int) -> torch.Tensor:

@@ -163,7 +163,7 @@ def test_a_codec_says_its_name(name: str) -> None:
 
 def test_every_name_of_the_table_can_be_written_as_it_says() -> None:
     for name, entry in TABLE.items():
-        assert parse(name + entry.numbers).name == name + entry.numbers
+        assert parse(name + entry.number).name == name + entry.number
 
 
 @pytest.mark.parametrize(
