@@ -57,6 +57,8 @@ class AllReduce:
         self._old: dict[int, torch.Tensor] = {}
         self._zeroes_inside: dict[int, bool] = {}
         self._call = self._last_leaf = 0
+        self._sent_before = self._wire_bytes = 0
+        """What this worker had sent in groups before this one; what all had sent when they last met."""
         self._older = False
         """Whether a flat backward was added to gradients that were there already."""
         self._build()
@@ -78,6 +80,7 @@ class AllReduce:
         return Reducer(tensors, count, self._peers)
 
     def meet(self, peers: Peers) -> None:
+        self._sent_before += self._peers.sent_bytes
         self._peers = self._reducer.peers = peers
         if self._overlap is None and peers.size > 1:
             self._build()
@@ -192,7 +195,9 @@ class AllReduce:
             self._overlap.close_point()
         with torch.no_grad():
             scale = self._scaled.scale if self._scaled else 1.0
-            outcome = self._reducer.commit(key, point.call, lanes, self._mean, scale)
+            own = [] if self.at_servers else [self._sent_before + self._peers.sent_bytes]
+            outcome = self._reducer.commit(key, point.call, [*lanes, *own], self._mean, scale)
+            self._wire_bytes = int(outcome.rows[:, len(lanes) :].sum())
             self._views[point.call] = outcome.views
             self._give_back(outcome)
         return outcome.rows[:, : len(lanes)]
@@ -257,7 +262,8 @@ class AllReduce:
         return nullcontext()
 
     def report(self) -> dict[str, Any]:
-        return {}
+        """What the workers that met last had sent when they came there."""
+        return {"wire_bytes": self._wire_bytes}
 
     def close(self) -> None:
         if self._overlap is not None:

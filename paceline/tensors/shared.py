@@ -45,6 +45,7 @@ class SharedPeers:
         self._lanes: list[NDArray[np.int64]] = []
         self._plan = Plan.of(1, 1)
         self._slabs: Slabs | None = None
+        self.sent_bytes = 0
 
     @property
     def waited_s(self) -> float:
@@ -104,6 +105,7 @@ class SharedPeers:
         assert self._slabs is not None
         self._lanes[self.rank][0] = self._slabs.wishes
         self._lanes[self.rank][_OWN_LANES : _OWN_LANES + len(lanes)] = lanes
+        self.sent_bytes += lanes.nbytes + len(self._plan.parts(self.rank)) * self._slabs.layout.nbytes
         self._arrive(key)
         return np.stack([row[_OWN_LANES : _OWN_LANES + len(lanes)] for row in self._lanes])
 
@@ -126,6 +128,7 @@ class SharedPeers:
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         got: list[bytearray] = [bytearray() for _ in range(self.size)]
+        self.sent_bytes += len(payload)
         sent, longest = 0, 1
         while sent < longest:
             chunk = payload[sent : sent + _MAILBOX - 8]
