@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
-_LINEAGE, _FOUND, _KEYS, _TAKEN = mix(203), mix(205), mix(206), mix(207)
+_LINEAGE, _FOUND, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(205), mix(206), mix(207), mix(208)
 
 
 class Keeping:
@@ -167,6 +167,8 @@ class Keeping:
         assert stepper is not None
         if not self._recorder.settle():
             self._owed = True
+        if stepper.agreed_term > run._session.view.term:
+            self._collect()
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
         if not every:
@@ -176,7 +178,7 @@ class Keeping:
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step // every > self._last // every or (self._owed and not self._may_lag):
+        elif stepper.step // every > self._last // every or (self._owed and not self._takes_all):
             self._checkpoint()
         self._last = stepper.step
 
@@ -198,7 +200,17 @@ class Keeping:
     def _may_lag(self) -> bool:
         return self._run._strategy.may_lag
 
+    @property
+    def _takes_all(self) -> bool:
+        """Whether all workers have a part in a checkpoint: then it is taken where all know it to be due."""
+        return self._may_lag or self._run._strategy.scattered
+
+    def _collect(self) -> None:
+        if self._run._strategy.scattered:
+            self._run._strategy.collect(lambda payload: self._run.terms.gather(_COLLECTED, payload))
+
     def _checkpoint(self) -> None:
+        self._collect()
         if self._run.is_main:
             self._take()
         if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost

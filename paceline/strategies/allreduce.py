@@ -30,7 +30,7 @@ LANES = 8
 
 
 class AllReduce:
-    same_bits, at_servers, free, may_lag = True, False, False, False
+    same_bits, at_servers, free, may_lag, scattered = True, False, False, False, False
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
@@ -251,6 +251,9 @@ class AllReduce:
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)
         return True
+
+    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        return
 
     def capture(self) -> dict[str, Any]:
         return {}

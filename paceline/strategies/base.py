@@ -125,6 +125,13 @@ class Strategy(Protocol):
         """For loops without run.slots(): `begin` says whether the backward that has just started
         belongs to a step; if so, `finish` is called when it is over."""
 
+    scattered: bool
+    """Whether something that belongs to the run lies with each worker alone. Then all `collect` before a checkpoint, and before
+    the members change."""
+
+    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        """Between two steps: everybody gets everybody's."""
+
     def capture(self) -> dict[str, Any]:
         """What a newcomer must know beside the replica, as plain values."""
 

@@ -6,13 +6,14 @@ Each share's gradient is sent as few bytes, and what these leave out is kept for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
+from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled
 from paceline.tensors.codecs import parse
@@ -66,6 +67,23 @@ class CodedAllReduce(AllReduce):
         self._restored = []
 
     # newcomers and checkpoints
+
+    @property
+    def scattered(self) -> bool:  # type: ignore[override]  # a constant where nothing is kept
+        return self._reducer.kept.scattered
+
+    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        said = gather(lambda: bytes(Snapshot(self._reducer.kept.own()).packed()))
+        everyone = [Snapshot.read(memoryview(bytearray(raw))).tree for raw in said]
+        self._reducer.kept.take_in(everyone, self._peers.rank == 0)
+
+    def meet(self, peers: Peers) -> None:
+        if self._reducer.kept.needs_others:
+            raise UsageError(
+                f"a worker is gone, and with it what {self._codec.name} had kept for its slots: on several machines nobody else has "
+                "that. Go on from a checkpoint (`paceline resume`); the codec bf16 keeps nothing, and outlives any death"
+            )
+        super().meet(peers)
 
     def capture(self) -> dict[str, Any]:
         return {"kept": self._reducer.kept.capture()}

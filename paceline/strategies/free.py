@@ -56,7 +56,7 @@ _UNHEARD_AFTER_S = 0.03
 
 
 class FreeRunning:
-    same_bits, at_servers, free, may_lag = False, True, True, False
+    same_bits, at_servers, free, may_lag, scattered = False, True, True, False, False
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
@@ -134,6 +134,9 @@ class FreeRunning:
     def begin(self) -> None:
         self.pull(self._count)
         self._stock.empty_optimizers()
+
+    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        return
 
     def capture(self) -> dict[str, Any]:
         return {"count": self._count, "stretch": self._stretch, "register": self._register_at_rest}

@@ -135,7 +135,7 @@ class CodedReducer(Reducer):
         outcome = super().commit(key, call, lanes, mean, scale)
         payload = b"".join(map(self._packed, self._nodes(self.peers.rank)))
         heard = self._unpacked(self.peers.gather(key, payload))
-        self.kept.commit()
+        self.kept.commit(list(self._messages))
         self.sent_bytes += len(payload)
         self.plain_bytes += 4 * self._elements * len(self._plan.parts(self.peers.rank))
         total, views = self._total_of(call)

@@ -23,6 +23,8 @@ class Entry(NamedTuple):
     number: str = ""
     """What stands behind its name, for example."""
     read: Callable[[str, str], float] = lambda name, number: 0.0
+    keeps: bool = True
+    """Whether it keeps what a message leaves out."""
 
 
 def _share(name: str, number: str) -> float:
@@ -45,8 +47,8 @@ def _rank(name: str, number: str) -> int:
 
 _ROOM = "paceline.tensors.codecs."
 TABLE = {
-    "fp16": Entry(_ROOM + "halves", "2 bytes a value"),
-    "bf16": Entry(_ROOM + "halves", "2 bytes a value, of any size"),
+    "fp16": Entry(_ROOM + "halves", "2 bytes a value", keeps=False),
+    "bf16": Entry(_ROOM + "halves", "2 bytes a value, of any size", keeps=False),
     "int8": Entry(_ROOM + "int8", "1 byte a value, a scale for 256"),
     "fp8": Entry(_ROOM + "fp8", "1 byte a value, as a float"),
     "topk": Entry(_ROOM + "topk", "the largest 1 %", ":0.01", _share),
