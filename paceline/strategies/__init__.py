@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import UsageError
 from paceline.servers import clocks
 from paceline.servers.delays import OPTIONS, Delays, split
+from paceline.strategies import rhythm
 from paceline.tensors import codecs
 
 if TYPE_CHECKING:
@@ -29,11 +30,14 @@ class Entry(NamedTuple):
     """What stands behind its name, for example."""
     one: bool = False
     """Whether there is exactly one server."""
+    apart: bool = False
+    """Whether each worker trains a replica of its own."""
     coded: tuple[str, str] | None = None
     """Module and class of the same with a codec, if there is one."""
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
+_APART = "paceline.strategies.averaging", "Averaging"
 TABLE = {
     "allreduce": Entry(
         "paceline.strategies.allreduce",
@@ -51,6 +55,10 @@ TABLE = {
     "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
     "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
     "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
+    "local": Entry(*_APART, "every 20 steps, weights, with each other", numbers=":20", apart=True),
+    "postlocal": Entry(*_APART, "every step until step 500, then the same", numbers=":500,20", apart=True),
+    "diloco": Entry(*_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True),
+    "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True),
 }
 
 
@@ -67,7 +75,7 @@ def find(text: str) -> Entry:
     codecs.read(codec)
     if entry.coded is None:
         able = " or ".join(f"{name}{known.numbers}+{codec}" for name, known in TABLE.items() if known.coded)
-        raise UsageError(f"--strategy {text}: {plain} sends gradients as they are; write {plain}, or {able}")
+        raise UsageError(f"--strategy {text}: {plain} sends everything as it is; write {plain}, or {able}")
     module, name = entry.coded
     return entry._replace(module=module, name=name)
 
@@ -103,7 +111,9 @@ def _find(text: str) -> Entry:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
         )
-    if TABLE[name].servers:
+    if TABLE[name].apart:
+        rhythm.parse(text)
+    elif TABLE[name].servers:
         clocks.parse(mode)
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")

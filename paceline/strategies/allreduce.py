@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
-from paceline.servers.holders import Directory
 from paceline.servers.register import Register
-from paceline.strategies.base import Point, Scaled, Seat
+from paceline.strategies.base import Point, Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
-from paceline.tensors.codecs.kept import Allocate
-from paceline.tensors.peers import Peers, Watch
+from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
 
@@ -30,22 +28,12 @@ LANES = 8
 
 
 class AllReduce:
-    same_bits, at_servers, free, may_lag, scattered = True, False, False, False, False
+    same_bits, may_lag = True, False
+    _meets_workers = True
+    """Whether its gradients go to other workers: then the bytes are counted."""
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
-
-    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
-        return
-
-    def lay(self) -> None:
-        return
-
-    def begin(self) -> None:
-        return
-
-    def keep_in(self, allocate: Allocate | None) -> None:
-        return
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._replica, self._peers, self._mean, self._scaled = replica, peers, mean, scaled
@@ -158,9 +146,6 @@ class AllReduce:
             self._reducer.fold(leaf, grads, self._weight)
         self._share_done()
 
-    def join_pieces(self) -> None:
-        return
-
     def drop(self) -> None:
         if self._kept and self._weight:
             self._settle_rest(ran=True)
@@ -195,7 +180,7 @@ class AllReduce:
             self._overlap.close_point()
         with torch.no_grad():
             scale = self._scaled.scale if self._scaled else 1.0
-            own = [] if self.at_servers else [self._sent_before + self._peers.sent_bytes]
+            own = [self._sent_before + self._peers.sent_bytes] if self._meets_workers else []
             outcome = self._reducer.commit(key, point.call, [*lanes, *own], self._mean, scale)
             self._wire_bytes = int(outcome.rows[:, len(lanes) :].sum())
             self._views[point.call] = outcome.views
@@ -251,9 +236,6 @@ class AllReduce:
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._flat_finish)
         return True
-
-    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
-        return
 
     def capture(self) -> dict[str, Any]:
         return {}

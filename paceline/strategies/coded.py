@@ -69,8 +69,8 @@ class CodedAllReduce(AllReduce):
     # newcomers and checkpoints
 
     @property
-    def scattered(self) -> bool:  # type: ignore[override]  # a constant where nothing is kept
-        return self._reducer.kept.scattered
+    def scattered(self) -> bool:
+        return self._codec.feedback and self._allocate is None
 
     def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
         said = gather(lambda: bytes(Snapshot(self._reducer.kept.own()).packed()))

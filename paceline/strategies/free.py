@@ -46,7 +46,6 @@ from paceline.servers.register import AGAIN, Delivered, Register
 from paceline.servers.stock import Stock
 from paceline.strategies.base import Scaled, Seat
 from paceline.strategies.buffers import Buffers
-from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers, Watch
 
@@ -56,7 +55,7 @@ _UNHEARD_AFTER_S = 0.03
 
 
 class FreeRunning:
-    same_bits, at_servers, free, may_lag, scattered = False, True, True, False, False
+    same_bits = False
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
@@ -69,8 +68,6 @@ class FreeRunning:
         self._register_at_rest = b""
         self._number, self._call, self._weight = -1, 0, 1.0
         """The micro-batch in hand, which of its optimizer steps comes next, and which part of a step it is."""
-        self._piece, self._folded = 1.0, 0.0
-        self._pieces: dict[int, torch.Tensor] = {}
         """The sum over the pieces of the micro-batch in hand, of each parameter."""
         self._pulled = False
         self._told_s = self._spent_s = 0.0
@@ -78,9 +75,6 @@ class FreeRunning:
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._seat, self._holders = seat, Holders(servers)
-
-    def keep_in(self, allocate: Allocate | None) -> None:
-        return
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:
@@ -102,29 +96,6 @@ class FreeRunning:
     def meet(self, peers: Peers) -> None:
         return
 
-    def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
-        return
-
-    def weigh(self, weight: float) -> None:
-        """What the piece in hand counts for, where a micro-batch has several. One alone is pushed as it is."""
-        self._piece = weight if self._mean else 1.0
-
-    def fold(self, leaf: int) -> None:
-        """A piece is done."""
-        self._folded += self._piece
-        with torch.no_grad():
-            for index, param in enumerate(self._replica.params):
-                if param.grad is not None:
-                    part = param.grad * self._piece
-                    self._pieces[index] = self._pieces[index] + part if index in self._pieces else part
-                    param.grad = None
-
-    def join_pieces(self) -> None:
-        """All pieces are done: `.grad` is their weighted mean, or their sum."""
-        for index, total in self._pieces.items():
-            self._replica.params[index].grad = total / self._folded if self._mean else total
-        self._pieces, self._folded = {}, 0.0
-
     # what the servers hold
 
     def lay(self) -> None:
@@ -134,9 +105,6 @@ class FreeRunning:
     def begin(self) -> None:
         self.pull(self._count)
         self._stock.empty_optimizers()
-
-    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
-        return
 
     def capture(self) -> dict[str, Any]:
         return {"count": self._count, "stretch": self._stretch, "register": self._register_at_rest}

@@ -40,9 +40,9 @@ from paceline.tensors.tree import Plan
 
 
 class ParameterServers(AllReduce):
-    at_servers = True
     mode = "ps"
     """As the servers are told it."""
+    _meets_workers = False
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
