@@ -19,7 +19,7 @@ from paceline.state.places import place
 from paceline.state.recorder import Recorder
 from paceline.state.snapshot import Snapshot
 from paceline.state.writer import Writer
-from paceline.strategies.base import Stepwise
+from paceline.strategies.base import Lasting, Stepwise
 from paceline.turns import Turns
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
 """Settings that are part of a run's bits: a resume with another value is refused."""
-_LINEAGE, _FOUND, _KEYS, _TAKEN = mix(203), mix(205), mix(206), mix(207)
+_LINEAGE, _FOUND, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(205), mix(206), mix(207), mix(208)
 
 
 class Keeping:
@@ -191,6 +191,8 @@ class Keeping:
         assert stepper is not None
         if not self._recorder.settle():
             self._owed = True
+        if stepper.agreed_term > run._session.view.term:
+            self._collect()
         run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
         if not every:
@@ -200,7 +202,7 @@ class Keeping:
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step // every > self._last // every or (self._owed and not self._may_lag):
+        elif stepper.step // every > self._last // every or (self._owed and not self._takes_all):
             self._checkpoint()
         self._last = stepper.step
 
@@ -223,7 +225,22 @@ class Keeping:
         strategy = self._run._strategy
         return isinstance(strategy, Stepwise) and strategy.may_lag
 
+    @property
+    def _takes_all(self) -> bool:
+        """Whether all workers have a part in a checkpoint: then it is taken where all know it to be due."""
+        return self._may_lag or self._scattered is not None
+
+    @property
+    def _scattered(self) -> Lasting | None:
+        strategy = self._run._strategy
+        return strategy if isinstance(strategy, Lasting) and strategy.scattered else None
+
+    def _collect(self) -> None:
+        if self._scattered is not None:
+            self._scattered.collect(lambda payload: self._run.terms.gather(_COLLECTED, payload))
+
     def _checkpoint(self) -> None:
+        self._collect()
         loop = self._run._feeding.loop
         states = loop.states() if isinstance(loop, Rounds) else ()
         if self._run.is_main:

@@ -38,7 +38,7 @@ from paceline.servers.keys_client import KeyValues
 from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
-from paceline.strategies.base import Seat, Served, Stepwise
+from paceline.strategies.base import Lasting, Seat, Served, Stepwise
 from paceline.summary import summarise
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
@@ -347,6 +347,8 @@ class Run:
                 '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
                 "runs alone"
             )
+        if isinstance(strategy, Lasting):
+            strategy.keep_in(self._session.lasting_segments)
         strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
         driven = strategy if isinstance(strategy, Stepwise) else Pieces(self._replica, self._mean)
         stepper = Stepper(self._session, peers, driven, precision.scales)

@@ -393,6 +393,11 @@ class Session:
         assert isinstance(answer, Granted)
         return fds[0]
 
+    @property
+    def lasting_segments(self) -> Callable[[str, int], int] | None:
+        """Memory that all workers of the run share, and that outlives them; None where they have none."""
+        return None if self.ticket is None or self.apart or self.dry_run else self.segment
+
     # while waiting: see tensors.peers.Watch
 
     def where(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.settings import Settings
-from paceline.strategies import find
+from paceline.strategies import find, split_codec
+from paceline.tensors.codecs import TABLE, read
 
 
 def words(transport: str, settings: Settings, machine: str) -> str:
@@ -13,10 +14,17 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
     >>> print(words("shm", Settings(servers=1, checkpoint_every=100), "node-1"))
     any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
+    >>> print(words("shm", Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
+    the run ends if a worker or a machine dies: on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 keeps nothing); then `paceline resume` goes on from a checkpoint
     >>> print(words("shm", Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
-    if settings.store:
+    if settings.listen and keeps(settings):
+        first = (
+            f"the run ends if a worker or a machine dies: on several machines nobody else has what {settings.strategy} keeps for its "
+            "slots (+bf16 keeps nothing); then"
+        )
+    elif settings.store:
         first = "any process and any machine of this run may die; if all do,"
     elif settings.listen:
         first = (
@@ -35,6 +43,16 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     if settings.checkpoint_every:
         return f"{first} `paceline resume` goes on from a checkpoint"
     return f"{first} it is lost: give --checkpoint-every N"
+
+
+def keeps(settings: Settings) -> bool:
+    """Whether workers keep what their codec leaves out.
+
+    >>> keeps(Settings(strategy="allreduce+int8")), keeps(Settings(strategy="allreduce+bf16")), keeps(Settings())
+    (True, False, False)
+    """
+    codec = split_codec(settings.strategy)[1]
+    return bool(codec) and TABLE[read(codec)[0]].keeps
 
 
 def after_the_last_copy(settings: Settings, run: str, checkpointed: bool) -> str:

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-_OPTIONS = {"damp": "damping", "dc": "compensation"}
+OPTIONS = {"damp": "damping", "dc": "compensation"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def split(text: str) -> tuple[str, Delays]:
             value = float(number)
         except ValueError:
             value = -1.0
-        if name not in _OPTIONS or not 0 < value < 100 or _OPTIONS[name] in values:
+        if name not in OPTIONS or not 0 < value < 100 or OPTIONS[name] in values:
             raise UsageError(
                 f"{text!r}: {option!r} cannot be joined to {mode}; write {mode}+damp:0.5 or {mode}+dc:0.04"
             )
-        values[_OPTIONS[name]] = value
+        values[OPTIONS[name]] = value
     return mode, Delays(**values)

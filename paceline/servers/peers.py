@@ -56,6 +56,11 @@ class ServedPeers:
     def waited_s(self) -> float:
         return self._inner.waited_s
 
+    @property
+    def sent_bytes(self) -> int:
+        """To other workers; what goes to servers is not among it."""
+        return self._inner.sent_bytes
+
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
         self._plan = plan
         self._sums.parts.open(layout)

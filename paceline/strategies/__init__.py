@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.servers import clocks
-from paceline.servers.delays import Delays, split
+from paceline.servers.delays import OPTIONS, Delays, split
 from paceline.strategies import rhythm
+from paceline.tensors import codecs
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
@@ -31,12 +32,19 @@ class Entry(NamedTuple):
     """Whether there is exactly one server."""
     apart: bool = False
     """Whether each worker trains a replica of its own."""
+    coded: tuple[str, str] | None = None
+    """Module and class of the same with a codec, if there is one."""
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
 _APART = "paceline.strategies.averaging", "Averaging"
 TABLE = {
-    "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
+    "allreduce": Entry(
+        "paceline.strategies.allreduce",
+        "AllReduce",
+        "every step, gradients, with each other",
+        coded=("paceline.strategies.coded", "CodedAllReduce"),
+    ),
     "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
     "ps+backup": Entry(
         "paceline.strategies.backup", "Backups", "the same, slow shares twice", servers=True, numbers=":1"
@@ -55,9 +63,45 @@ TABLE = {
 
 
 def find(text: str) -> Entry:
-    """The strategy of this name, with whatever stands behind it."""
+    """The strategy of this name, with whatever stands behind it.
+
+    >>> find("allreduce+topk:0.01").name
+    'CodedAllReduce'
+    """
+    plain, codec = split_codec(text)
+    entry = _find(plain)
+    if not codec:
+        return entry
+    codecs.read(codec)
+    if entry.coded is None:
+        able = " or ".join(f"{name}{known.numbers}+{codec}" for name, known in TABLE.items() if known.coded)
+        raise UsageError(f"--strategy {text}: {plain} sends everything as it is; write {plain}, or {able}")
+    module, name = entry.coded
+    return entry._replace(module=module, name=name)
+
+
+def split_codec(text: str) -> tuple[str, str]:
+    """A strategy as it is written, and the codec that is joined to it, if there is one.
+
+    >>> split_codec("ssp:3+dc:0.04+topk:0.01"), split_codec("ps+backup:1")
+    (('ssp:3+dc:0.04', 'topk:0.01'), ('ps+backup:1', ''))
+    """
+    *words, last = text.split("+")
+    if not words or not codecs.is_codec(last):
+        return text, ""
+    if codecs.is_codec(words[-1]) and len(words) > 1:
+        raise UsageError(f"--strategy {text}: gradients are sent by one codec; write {'+'.join([*words[:-1], last])}")
+    return "+".join(words), last
+
+
+def _find(text: str) -> Entry:
     mode, delays = text, Delays()
-    if text.partition(":")[0] not in TABLE:
+    if text.partition(":")[0] not in (name for name in TABLE if "+" in name):
+        first, *options = text.split("+")
+        entry = TABLE.get(first.partition(":")[0])
+        for option in options if entry is not None and entry.coded else ():
+            if option.partition(":")[0] not in OPTIONS:
+                codecs.read(option)
         mode, delays = split(text)
     name, _, numbers = mode.partition(":")
     if name not in TABLE:

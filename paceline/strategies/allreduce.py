@@ -29,6 +29,8 @@ LANES = 8
 
 class AllReduce:
     same_bits, may_lag = True, False
+    _meets_workers = True
+    """Whether its gradients go to other workers: then the bytes are counted."""
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
@@ -43,6 +45,8 @@ class AllReduce:
         self._old: dict[int, torch.Tensor] = {}
         self._zeroes_inside: dict[int, bool] = {}
         self._call = self._last_leaf = 0
+        self._sent_before = self._wire_bytes = 0
+        """What this worker had sent in groups before this one; what all had sent when they last met."""
         self._older = False
         """Whether a flat backward was added to gradients that were there already."""
         self._build()
@@ -52,14 +56,19 @@ class AllReduce:
         if self._overlap is not None:
             self._overlap.close()
         replica = self._replica
-        self._reducer = Reducer([*replica.params, *replica.buffers], len(replica.params), self._peers)
+        self._reducer = self._new_reducer([*replica.params, *replica.buffers], len(replica.params))
         self._views: dict[int, list[torch.Tensor]] = {}
         self._buffers = Buffers(replica)
         self._overlap = None
         if self._peers.size > 1 or self._scaled:
             self._overlap = Overlap(replica.params, self._reducer, self._grad_of, self._flat_backward_starts)
 
+    def _new_reducer(self, tensors: Sequence[torch.Tensor], count: int) -> Reducer:
+        """The first `count` are parameters, the rest buffers."""
+        return Reducer(tensors, count, self._peers)
+
     def meet(self, peers: Peers) -> None:
+        self._sent_before += self._peers.sent_bytes
         self._peers = self._reducer.peers = peers
         if self._overlap is None and peers.size > 1:
             self._build()
@@ -171,7 +180,9 @@ class AllReduce:
             self._overlap.close_point()
         with torch.no_grad():
             scale = self._scaled.scale if self._scaled else 1.0
-            outcome = self._reducer.commit(key, point.call, lanes, self._mean, scale)
+            own = [self._sent_before + self._peers.sent_bytes] if self._meets_workers else []
+            outcome = self._reducer.commit(key, point.call, [*lanes, *own], self._mean, scale)
+            self._wire_bytes = int(outcome.rows[:, len(lanes) :].sum())
             self._views[point.call] = outcome.views
             self._give_back(outcome)
         return outcome.rows[:, : len(lanes)]
@@ -236,7 +247,8 @@ class AllReduce:
         return nullcontext()
 
     def report(self) -> dict[str, Any]:
-        return {}
+        """What the workers that met last had sent when they came there."""
+        return {"wire_bytes": self._wire_bytes}
 
     def close(self) -> None:
         if self._overlap is not None:

@@ -26,6 +26,7 @@ from paceline.data.receipts import Tally
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
 from paceline.servers.register import Register
+from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
 
@@ -137,3 +138,18 @@ class Stepwise(Strategy, Protocol):
     def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
         """For loops without run.slots(): `begin` says whether the backward that has just started
         belongs to a step; if so, `finish` is called when it is over."""
+
+
+@runtime_checkable
+class Lasting(Strategy, Protocol):
+    """Something that belongs to the run is kept from step to step, and is not the same for all workers."""
+
+    @property
+    def scattered(self) -> bool:
+        """Whether it lies with each worker alone. Then all `collect` before a checkpoint, and before the members change."""
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        """Before `attach`: memory that outlives a worker and is the same for all; None where there is none."""
+
+    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        """Between two steps: everybody gets everybody's."""

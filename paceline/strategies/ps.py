@@ -42,6 +42,7 @@ from paceline.tensors.tree import Plan
 class ParameterServers(AllReduce):
     mode = "ps"
     """As the servers are told it."""
+    _meets_workers = False
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch

@@ -23,7 +23,7 @@ from paceline.tensors.tree import Plan
 class Following:
     """`take` waits for the next of the donor's meetings, as bytes; `told` hears who has met in it."""
 
-    ends_together, reads_late, waited_s = False, True, 0.0
+    ends_together, reads_late, waited_s, sent_bytes = False, True, 0.0, 0
 
     def __init__(
         self, past: Past, device: torch.device, take: Callable[[], memoryview], told: Callable[[View], None]

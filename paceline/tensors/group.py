@@ -47,7 +47,7 @@ class GroupPeers:
 
     def __init__(self, rank: int, size: int, data: Any, control: Any, watch: Watch, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.waited_s = 0.0
+        self.waited_s, self.sent_bytes = 0.0, 0
         self._data, self._control, self._watch = data, control, watch
         self._layout: Layout | None = None
         self._plan = Plan.of(1, 1)
@@ -83,6 +83,7 @@ class GroupPeers:
             row = torch.zeros(padded, dtype=dtype, device=self.device)
             row[:size] = part[at.flat][at.start : at.stop]
             outgoing[:, number] = row.view(self.size, segment)
+        self.sent_bytes += outgoing[0].nbytes * (self.size - 1)
         incoming = torch.empty(sum(counts) * segment, dtype=dtype, device=self.device)
         work = self._data.alltoall_base(
             incoming,
@@ -106,6 +107,7 @@ class GroupPeers:
         row = torch.from_numpy(np.concatenate([[key], lanes]))
         rows = torch.empty(self.size, len(row), dtype=torch.int64)
         self._wait(self._control._allgather_base(rows.view(-1), row))
+        self.sent_bytes += row.nbytes * (self.size - 1)
         check_keys(rows[:, 0].tolist(), self.rank, self._watch)
         table: NDArray[np.int64] = rows[:, 1 : 1 + width].numpy()
         return table
@@ -122,6 +124,7 @@ class GroupPeers:
             mine = torch.empty(segment, dtype=incoming.dtype, device=self.device)
             TreeSum(list(incoming.view(len(self._plan.cover), segment)), root.steps, [mine]).add(divisor)
             whole = torch.empty(segment * self.size, dtype=incoming.dtype, device=self.device)
+            self.sent_bytes += mine.nbytes * (self.size - 1)
             gathers.append((self._data._allgather_base(whole, mine), whole, mine, at))
         for work, whole, _, at in gathers:
             self._wait(work)
@@ -138,6 +141,7 @@ class GroupPeers:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.empty(self.size, longest, dtype=torch.uint8)
         self._wait(self._control._allgather_base(everyone.view(-1), mine))
+        self.sent_bytes += mine.nbytes * (self.size - 1)
         return [everyone[k, :size].numpy().tobytes() for k, size in enumerate(sizes)]
 
     def _wait(self, work: Any) -> None:

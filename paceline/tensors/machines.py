@@ -95,6 +95,10 @@ class MachinePeers:
     def waited_s(self) -> float:
         return self._inside.waited_s + self._outward.waited_s + (self._across.waited_s if self._across else 0.0)
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._across.sent_bytes if self._across else 0
+
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
         if plan not in self._plans:
             last = self._first + self._inside.size

@@ -62,6 +62,7 @@ class Line:
         self._mute = self._deaf = False
         """It is broken: nothing more can be sent, nothing more will come."""
         self.lost_at: float | None = None
+        self.sent_bytes = 0
 
     def load(self, out: Views, into: Views) -> None:
         # An empty stretch would read like the end of the connection.
@@ -103,6 +104,7 @@ class Line:
             self._lose()
             return False
         _advance(self._out, count)
+        self.sent_bytes += count
         return True
 
     def _receive(self) -> bool:
@@ -150,6 +152,10 @@ class Mesh:
         self.rank, self.size = rank, len(lines) + 1
         self.waited_s = 0.0
         self._lines, self._watch = list(lines), watch
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(line.sent_bytes for line in self._lines)
 
     def swap(self, outgoing: Sequence[Views], incoming: Sequence[Views]) -> None:
         """For each rank what it is sent, and the memory that what it sends goes to. One's own are not looked at."""

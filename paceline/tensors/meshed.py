@@ -51,6 +51,10 @@ class MeshPeers:
     def waited_s(self) -> float:
         return self._mesh.waited_s
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._mesh.sent_bytes
+
     # sums
 
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:

@@ -45,6 +45,11 @@ class Peers(Protocol):
     def waited_s(self) -> float:
         """Seconds spent waiting for others, so far."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this worker has sent to others so far: put on connections, or into shared memory for them where there are
+        none. Between machines only what leaves one counts."""
+
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None: ...
     def parts(self) -> Parts: ...
     def post(self, bucket: int) -> None: ...
@@ -85,7 +90,7 @@ class Memory:
 class Alone:
     """A group of one: the same interface, no one to wait for."""
 
-    rank, size, waited_s, reads_late, ends_together = 0, 1, 0.0, True, True
+    rank, size, waited_s, sent_bytes, reads_late, ends_together = 0, 1, 0.0, 0, True, True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -364,7 +364,7 @@ def _weighted(grads: Sequence[torch.Tensor | None], weight: float) -> Sequence[t
 
 def _copy(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:
     whole = [grad for grad in leaf if grad is not None]
-    if len(whole) == len(leaf):
+    if whole and len(whole) == len(leaf):
         torch._foreach_copy_(list(views), whole)
         return
     for view, grad in zip(views, leaf, strict=True):
@@ -374,7 +374,7 @@ def _copy(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) ->
 def _add_into(views: Sequence[torch.Tensor], leaf: Sequence[torch.Tensor | None]) -> None:
     """views += leaf. An absent gradient counts as +0.0, as it does when another worker folds it."""
     whole = [grad for grad in leaf if grad is not None]
-    if len(whole) == len(leaf):
+    if whole and len(whole) == len(leaf):
         torch._foreach_add_(list(views), whole)
         return
     for view, grad in zip(views, leaf, strict=True):

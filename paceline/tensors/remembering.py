@@ -145,6 +145,10 @@ class Remembering:
     def waited_s(self) -> float:
         return self._peers.waited_s
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._peers.sent_bytes
+
     def _in_term(self) -> None:
         if self._over:
             raise TermEnded("this term has ended")
@@ -220,7 +224,7 @@ class Remembering:
 class Ended:
     """A group of a term that has ended, for a worker that has yet to open a point which others opened in it."""
 
-    ends_together, reads_late, waited_s = False, True, 0.0
+    ends_together, reads_late, waited_s, sent_bytes = False, True, 0.0, 0
 
     def __init__(self, rank: int, size: int, device: torch.device, term: int, past: Past) -> None:
         self.rank, self.size, self.device = rank, size, device

@@ -24,7 +24,7 @@ Allocate = Callable[[str, int], int]
 """(name, size) → a descriptor of shared memory, the same for every worker that asks by that name."""
 
 _ARRIVED, _DONE, _KEY = range(3)
-_MAILBOX = 256 << 10
+_MAILBOX, _LARGEST_BOX = 256 << 10, 64 << 20
 _OWN_LANES = 1  # before the caller's: for which points this worker wants a result of its own
 
 
@@ -40,11 +40,13 @@ class SharedPeers:
         meet = self._new_segment(boxes_at + size * _MAILBOX)
         self._words = Words(meet, rank, size, 3, watch.check)
         self._boxes = [meet.raw(boxes_at + worker * _MAILBOX, _MAILBOX) for worker in range(size)]
+        self._room = _MAILBOX - 8
         self._number = 0
         """Meetings so far."""
         self._lanes: list[NDArray[np.int64]] = []
         self._plan = Plan.of(1, 1)
         self._slabs: Slabs | None = None
+        self.sent_bytes = 0
         self._slabs_of: dict[int, Slabs] = {}
         """By layout: a strategy may have several, of which each is met for again and again."""
 
@@ -107,6 +109,7 @@ class SharedPeers:
         assert self._slabs is not None
         self._lanes[self.rank][0] = self._slabs.wishes
         self._lanes[self.rank][_OWN_LANES : _OWN_LANES + len(lanes)] = lanes
+        self.sent_bytes += lanes.nbytes + len(self._plan.parts(self.rank)) * self._slabs.layout.nbytes
         self._arrive(key)
         return np.stack([row[_OWN_LANES : _OWN_LANES + len(lanes)] for row in self._lanes])
 
@@ -129,9 +132,13 @@ class SharedPeers:
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         got: list[bytearray] = [bytearray() for _ in range(self.size)]
+        self.sent_bytes += len(payload)
         sent, longest = 0, 1
         while sent < longest:
-            chunk = payload[sent : sent + _MAILBOX - 8]
+            if sent:
+                self._grow_boxes(longest)
+            room = self._room
+            chunk = payload[sent : sent + room]
             self._begin()
             self._boxes[self.rank][:8] = len(payload).to_bytes(8, "little")
             self._boxes[self.rank][8 : 8 + len(chunk)] = chunk
@@ -139,10 +146,18 @@ class SharedPeers:
             for worker, box in enumerate(self._boxes):
                 size = int.from_bytes(box[:8], "little")
                 longest = max(longest, size)
-                got[worker] += box[8 : 8 + max(0, min(_MAILBOX - 8, size - sent))]
+                got[worker] += box[8 : 8 + max(0, min(room, size - sent))]
             self._words.say(_DONE, self._number)
-            sent += _MAILBOX - 8
+            sent += room
         return [bytes(part) for part in got]
+
+    def _grow_boxes(self, longest: int) -> None:
+        """What did not go through at once shall the next time: each round costs a meeting."""
+        size = min(_LARGEST_BOX, aligned(longest + 8))
+        if size - 8 > self._room:
+            segment = self._new_segment(self.size * size)
+            self._boxes = [segment.raw(worker * size, size) for worker in range(self.size)]
+            self._room = size - 8
 
     def close(self) -> None:
         for box in self._boxes:

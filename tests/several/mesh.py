@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class Mesh:
     """Strict: what a bucket held when it was posted is what the others get."""
 
-    reads_late, ends_together, device, waited_s = False, False, CPU, 0.0
+    reads_late, ends_together, device, waited_s, sent_bytes = False, False, CPU, 0.0, 0
 
     def __init__(self, world: World, worker: int, term: int, members: tuple[int, ...]) -> None:
         self.rank, self.size = members.index(worker), len(members)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline import strategies
 from paceline.replica import Replica
-from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point
 from paceline.tensors.peers import Alone, Peers
 from paceline.tensors.tree import Plan
@@ -20,12 +20,19 @@ CPU = torch.device("cpu")
 class Driver:
     """A worker with its models; `step` takes one reduce point over so many leaves."""
 
-    def __init__(self, models: Sequence[nn.Module], peers: Peers | None = None, mean: bool = True, scaled: Any = None):
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        peers: Peers | None = None,
+        mean: bool = True,
+        scaled: Any = None,
+        strategy: str = "allreduce",
+    ):
         self.peers = peers if peers is not None else Alone(CPU)
         self.replica = Replica(CPU)
         for model in models:
             self.replica.add_model(model)
-        self.strategy = AllReduce()
+        self.strategy = strategies.create(strategy)
         self.strategy.attach(self.replica, self.peers, mean, scaled)
         self.number = 0
 

@@ -22,6 +22,8 @@ import torch
 
 from paceline.errors import PeerLostError
 from paceline.tensors import mirror
+from paceline.tensors.codecs import parse
+from paceline.tensors.coded import CodedReducer
 from paceline.tensors.layout import Layout
 from paceline.tensors.mesh import Line
 from paceline.tensors.peers import Peers, TermEnded
@@ -353,7 +355,26 @@ def killed(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
     return None
 
 
+CODED_SHAPES = [(300, 200), (1001,)]
+
+
+def coded(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """Reduce points whose gradients travel coded; what came of each, and the bytes that it took."""
+    reducer = CodedReducer([torch.empty(shape) for shape in CODED_SHAPES], 2, peers, parse(ask["codec"]))
+    plan, results = Plan.of(ask["leaves"], peers.size), []
+    for step in range(3):
+        before = peers.sent_bytes
+        reducer.begin(step, 0)
+        reducer.open(plan, 1)
+        for leaf in plan.leaves_of(peers.rank):
+            grads = [leaf_value(shape, torch.float32, step, index, leaf) for index, shape in enumerate(CODED_SHAPES)]
+            reducer.fold(leaf, grads, 1.0)
+        views = reducer.commit(step, 0, [0], True, 1.0).views
+        results.append({"views": [view.clone() for view in views], "sent": peers.sent_bytes - before})
+    return results
+
+
 SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
     function.__name__: function
-    for function in (totals, gather, rounds, changes, keys, ended, death, death_behind_a_change, killed)
+    for function in (totals, gather, rounds, changes, keys, ended, death, death_behind_a_change, killed, coded)
 }

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.tensors.codecs import parse
 from paceline.tensors.layout import Layout, sum_dtype
 from paceline.tensors.peers import Alone, check_keys
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import same, tree_sum
-from tests.tensors.scenarios import leaf_value, payload, tensors_of
+from tests.tensors.scenarios import CODED_SHAPES, coded, leaf_value, payload, tensors_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0
@@ -150,6 +151,21 @@ def test_payloads_come_back_in_order_whatever_their_size(run: Run) -> None:
         [[size, hashlib.sha256(payload(rank, size)).hexdigest()] for rank, size in enumerate(turn)] for turn in sizes
     ]
     assert run("gather", 3, sizes=sizes) == [want] * 3
+
+
+@pytest.mark.parametrize("codec", ["int8", "randomk:0.1"])
+def test_coded_gradients_come_to_the_same_bits_and_the_stated_bytes(run: Run, kind: str, codec: str) -> None:
+    want = coded(Alone(torch.device("cpu")), None, {"codec": codec, "leaves": 6})  # type: ignore[arg-type]
+    everyone = run("coded", 3, codec=codec, leaves=6)
+    for results in everyone:
+        for got, alone in zip(results, want, strict=True):
+            assert all(same(a, b) for a, b in zip(got["views"], alone["views"], strict=True))
+    messages = 3 if parse(codec).summable else 6
+    times = {"gloo": 2, "mesh": 2}.get(kind, 1)  # to each of the others; else to another machine, or into memory, once
+    stated = messages * times * parse(codec).nbytes(CODED_SHAPES)
+    for step in range(3):
+        sent = sum(results[step]["sent"] for results in everyone)
+        assert stated <= sent <= 1.05 * stated + 6 * 1024
 
 
 def test_one_worker_gathers_from_itself(run: Run) -> None:

@@ -44,6 +44,7 @@ class Member:
     def __init__(self, table: Table, rank: int, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device, self.waited_s = rank, table.size, device, 0.0
         self._table = table
+        self.sent_bytes = 0
         self.posted: list[int] = []
         self.reposted: list[int] = []
 
@@ -87,6 +88,7 @@ class Member:
         return out
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
+        self.sent_bytes += len(payload)
         return self._table.all_say(self.rank, payload)
 
     def close(self) -> None:

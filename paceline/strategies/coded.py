@@ -1,0 +1,98 @@
+"""All-reduce with a codec: `allreduce+int8`.
+
+Each share's gradient is sent as few bytes, and what these leave out is kept for the share's next message; see
+`tensors.coded`. The result is the same at any worker count, but not that of plain all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.replica import Replica
+from paceline.state.snapshot import Snapshot
+from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.base import Point, Scaled
+from paceline.tensors.codecs import parse
+from paceline.tensors.codecs.kept import Allocate
+from paceline.tensors.coded import CodedReducer
+from paceline.tensors.peers import Peers
+from paceline.tensors.tree import Plan
+
+
+class CodedAllReduce(AllReduce):
+    _reducer: CodedReducer
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._codec = parse(text.partition("+")[2])
+        self._allocate: Allocate | None = None
+        self._at = 0, 0
+        """Step and number of the reduce point in hand."""
+        self._restored: list[list[Any]] = []
+        """What was kept before this worker came, until its first point: the script may thaw a layer there."""
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        self._allocate = allocate
+
+    def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
+        if scaled is not None:
+            raise UsageError(
+                f"precision fp16 scales gradients, by another factor at other times: what {self._codec.name} keeps of them cannot "
+                "be added to later ones; pass --precision bf16"
+            )
+        super().attach(replica, peers, mean, scaled)
+
+    def _new_reducer(self, tensors: Sequence[torch.Tensor], count: int) -> CodedReducer:
+        reducer = CodedReducer(tensors, count, self._peers, self._codec, self._allocate)
+        reducer.begin(*self._at)
+        if hasattr(self, "_reducer"):
+            reducer.go_on_from(self._reducer)
+        if reducer.kept.fits(self._restored):
+            reducer.kept.restore(self._restored)
+        return reducer
+
+    def open(self, point: Point, plan: Plan, flat: bool) -> None:
+        self._at = point.step, point.call
+        self._reducer.begin(*self._at)
+        super().open(point, plan, flat)
+        if not self._reducer.kept.fits(self._restored):
+            raise UsageError(
+                f"the run's state has what {self._codec.name} kept of other parameters than those that are trained here: go on "
+                "with the model it was written with"
+            )
+        self._restored = []
+
+    # newcomers and checkpoints
+
+    @property
+    def scattered(self) -> bool:
+        return self._codec.feedback and self._allocate is None
+
+    def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        said = gather(lambda: bytes(Snapshot(self._reducer.kept.own()).packed()))
+        everyone = [Snapshot.read(memoryview(bytearray(raw))).tree for raw in said]
+        self._reducer.kept.take_in(everyone, self._peers.rank == 0)
+
+    def meet(self, peers: Peers) -> None:
+        if self._reducer.kept.needs_others:
+            raise UsageError(
+                f"a worker is gone, and with it what {self._codec.name} had kept for its slots: on several machines nobody else has "
+                "that. Go on from a checkpoint (`paceline resume`); the codec bf16 keeps nothing, and outlives any death"
+            )
+        super().meet(peers)
+
+    def capture(self) -> dict[str, Any]:
+        return {"kept": self._reducer.kept.capture()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._restored = state["kept"]
+        if self._reducer.kept.fits(self._restored):
+            self._reducer.kept.restore(self._restored)
+
+    def report(self) -> dict[str, Any]:
+        sent, plain = self._reducer.sent_bytes, self._reducer.plain_bytes
+        return {**super().report(), "compression": round(sent / plain, 5) if plain else 1.0}

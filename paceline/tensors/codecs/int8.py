@@ -1,0 +1,64 @@
+"""int8: whole numbers from −127 to 127, times one scale for each block of 256 values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, rows
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Int8:
+    """n + 4⌈n/256⌉ bytes. Error: the block's largest |x| over 254."""
+
+    name = "int8"
+    summable, feedback = False, True
+
+    def nbytes(self, shapes: Shapes) -> int:
+        total = count(shapes)
+        return total + 4 * -(-total // BLOCK)
+
+    def start(self, shapes: Shapes) -> torch.Tensor:
+        return torch.empty(0)
+
+    def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
+        scales = largest(values, BLOCK) / 127
+        levels = torch.empty(values.numel(), dtype=torch.int8, device=values.device)
+        units = rows(unit(scales), values, BLOCK)
+        for block, level, scale in zip(blocks(values, BLOCK), blocks(levels, BLOCK), units, strict=True):
+            level.copy_((block / scale).round_().clamp_(-127, 127))
+        return join(scales, levels)
+
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
+        number = -(-out.numel() // BLOCK)
+        scales, levels = cut(message, (torch.float32, number), (torch.int8, out.numel()))
+        for block, level, scale in zip(
+            blocks(out, BLOCK), blocks(levels, BLOCK), rows(scales, out, BLOCK), strict=True
+        ):
+            block.copy_(level).mul_(scale)
+
+    def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
+        return spread(largest(values, BLOCK) * (1 / 254 + 2.0**-21), values, BLOCK) + TINY
+
+
+def int8(number: float) -> Int8:
+    return Int8()
+
+
+def largest(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Of each block, the largest |x|."""
+    return torch.cat([values.new_empty(0), *(block.abs().amax(1) for block in blocks(values, size))])
+
+
+def unit(scales: torch.Tensor) -> torch.Tensor:
+    """To divide by: nothing is divided by 0. A block with that scale is 0 throughout, or too small to tell."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def spread(numbers: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
+    """One number a block, for each of its values."""
+    return numbers.repeat_interleave(size)[: values.numel()]

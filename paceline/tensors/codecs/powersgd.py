@@ -1,0 +1,127 @@
+"""PowerSGD (Vogels et al., 2019): a matrix as the product of a tall and a wide one, of a few columns.
+
+    P = orthonormal(M Q),  Q = Mᵀ P,  M ≈ P Qᵀ
+
+Both are held with their columns as rows: so a product with M reads it row by row, 2 to 20 times as fast on a
+CPU (measured).
+
+Q is remembered: each message takes one step of a power iteration, towards the largest directions of what
+is sent. Tensors of one dimension, and matrices that would not get smaller, are sent as they are.
+
+The paper adds up the P of all before it is made orthonormal, and then the Q. That is two meetings for a
+step, and the common directions of all. Here each message stands for itself: one meeting, and the sum over
+s slots has up to s · r directions. So messages are decoded before they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from paceline.tensors.codecs.base import TINY, Shapes, cut, join
+
+_SEED = 5824522
+_NOISE = 1e-5
+"""What rounding leaves of a row of length 1 that lies among the others."""
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """4r(n + m) bytes for an n × m matrix. Error: as a matrix, at most the matrix itself: ‖M − P Qᵀ‖ ≤ ‖M‖; 0 for the rest."""
+
+    rank: int
+
+    summable, feedback = False, True
+
+    @property
+    def name(self) -> str:
+        return f"powersgd:{self.rank}"
+
+    def nbytes(self, shapes: Shapes) -> int:
+        return 4 * sum(self._sizes(shape)[0] + self._sizes(shape)[1] for shape in shapes)
+
+    def start(self, shapes: Shapes) -> torch.Tensor:
+        wide = sum(self._sizes(shape)[1] for shape in shapes)
+        return torch.randn(wide, generator=torch.Generator().manual_seed(_SEED))
+
+    def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
+        sent = []
+        for flat, shape, wide in zip(_split(values, shapes), shapes, self._wide(memory, shapes), strict=True):
+            if not wide.numel():
+                sent.append(flat)
+                continue
+            matrix, older = _matrix(flat, shape), wide.view(self.rank, -1)
+            tall = orthonormal(older @ matrix.t())
+            newer = tall @ matrix
+            sent += [tall.view(-1), newer.view(-1)]
+            # A direction of nothing would stay so for ever.
+            older.copy_(torch.where(newer.abs().amax(1, keepdim=True) > 0, unit_rows(newer), older))
+        return join(values.new_empty(0), *sent)
+
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
+        (numbers,) = cut(message, (torch.float32, self.nbytes(shapes) // 4))
+        at = 0
+        for flat, shape in zip(_split(out, shapes), shapes, strict=True):
+            tall, wide = self._sizes(shape)
+            first, second = numbers[at : at + tall], numbers[at + tall : at + tall + wide]
+            if wide:
+                torch.mm(first.view(self.rank, -1).t(), second.view(self.rank, -1), out=_matrix(flat, shape))
+            else:
+                flat.copy_(first)
+            at += tall + wide
+
+    def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
+        bounds = [values.new_empty(0)]
+        for flat, shape in zip(_split(values, shapes), shapes, strict=True):
+            norm = flat.double().norm().float() * 1.001 + TINY if self._sizes(shape)[1] else flat.new_zeros(())
+            bounds.append(norm.expand_as(flat))
+        return torch.cat(bounds)
+
+    def _sizes(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Elements of the tall factor and of the wide one; all are in the tall one where there is no gain in two."""
+        total = prod(shape)
+        if len(shape) > 1 and total:
+            tall, wide = self.rank * shape[0], self.rank * (total // shape[0])
+            if tall + wide < total:
+                return tall, wide
+        return total, 0
+
+    def _wide(self, memory: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+        return list(memory.split([self._sizes(shape)[1] for shape in shapes]))
+
+
+def powersgd(rank: float) -> PowerSGD:
+    return PowerSGD(int(rank))
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Its rows, each less its part along those before it, of length 1; one that is nothing stays so.
+
+    Each is projected twice: once leaves rounding of the size of what is taken away.
+    """
+    done: list[torch.Tensor] = []
+    for row in unit_rows(matrix).split(1):
+        rest = row
+        for _ in range(2):
+            for other in done:
+                rest = rest - other * (other * rest).sum()
+        done.append(torch.where(rest.norm() > _NOISE, unit_rows(rest), 0.0))
+    return torch.cat(done)
+
+
+def unit_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Each of length 1, or nothing; squares of what is very small or large are never taken."""
+    largest = matrix.abs().amax(1, keepdim=True)
+    scaled = matrix / torch.where(largest > 0, largest, 1.0)
+    return torch.where(largest > 0, scaled / scaled.norm(dim=1, keepdim=True), 0.0)
+
+
+def _split(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+    return list(flat.split([prod(shape) for shape in shapes]))
+
+
+def _matrix(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return flat.view(shape[0], -1)

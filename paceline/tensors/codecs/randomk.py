@@ -1,0 +1,62 @@
+"""random-k: some of the values as they are, drawn from a seed that all sides know.
+
+Which values they are need not be said. All slots of a step draw the same places, so messages may be added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """4k bytes, k = share · n. Error: 0 for what is sent, |x| for the rest."""
+
+    share: float
+
+    summable, feedback = True, True
+
+    @property
+    def name(self) -> str:
+        return f"randomk:{self.share:g}"
+
+    def nbytes(self, shapes: Shapes) -> int:
+        return 4 * chosen(self.share, count(shapes))
+
+    def start(self, shapes: Shapes) -> torch.Tensor:
+        return torch.empty(0)
+
+    def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
+        return join(values[self._places(values, seed)])
+
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
+        (values,) = cut(message, (torch.float32, chosen(self.share, out.numel())))
+        out.zero_()
+        out[self._places(out, seed)] = values
+
+    def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
+        return values.abs()
+
+    def _places(self, values: torch.Tensor, seed: int) -> torch.Tensor:
+        return drawn_places(values.numel(), chosen(self.share, values.numel()), seed).to(values.device)
+
+
+def randomk(share: float) -> RandomK:
+    return RandomK(share)
+
+
+def drawn_places(total: int, number: int, seed: int) -> torch.Tensor:
+    """One place in each of `number` stretches of about the same length: no two are equal, and they are in order.
+
+    >>> drawn_places(10, 5, 1).tolist() == drawn_places(10, 5, 1).tolist()
+    True
+    """
+    if not number:
+        return torch.empty(0, dtype=torch.int64)
+    cuts = torch.arange(number + 1) * total // number
+    luck = torch.rand(number, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return cuts[:-1] + (luck * (cuts[1:] - cuts[:-1])).to(torch.int64)

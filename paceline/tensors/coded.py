@@ -1,0 +1,261 @@
+"""A reduce point whose gradients travel coded.
+
+A codec acts on each share by itself: what is added up, in the order of the tree, is what each share's message
+decodes to. So the result does not depend on who carries which share, and every worker, which hears all messages, comes to the
+same bits. Where sums of messages mean something, a worker adds up the messages of its shares first.
+
+Buffers, and parameters in double precision, travel as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import accumulate
+from operator import or_
+from typing import NamedTuple
+
+import torch
+
+from paceline.data.order import mix
+from paceline.errors import UsageError
+from paceline.tensors.codecs.base import Codec
+from paceline.tensors.codecs.feedback import send
+from paceline.tensors.codecs.kept import Allocate, Kept
+from paceline.tensors.layout import sum_dtype
+from paceline.tensors.peers import Peers
+from paceline.tensors.reduce import Outcome, Reducer
+from paceline.tensors.sums import TreeSum
+from paceline.tensors.tree import Plan, Range, split
+
+_SEED = 301
+_ALIGN = 8
+
+
+class CodedReducer(Reducer):
+    """As a `Reducer`, except that nothing leaves before its share is done. `begin` comes before each `open`."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], count: int, peers: Peers, codec: Codec, allocate: Allocate | None = None
+    ) -> None:
+        self._coded = [index for index in range(count) if sum_dtype(tensors[index].dtype) == torch.float32]
+        self._plain = [index for index in range(len(tensors)) if index not in set(self._coded)]
+        super().__init__([tensors[index] for index in self._plain], len(self._plain), peers)
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._codec = codec
+        mine = [tensors[index] for index in self._coded]
+        self._shapes = [tensor.shape for tensor in mine]
+        self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in mine]
+        ends = list(accumulate(tensor.numel() for tensor in mine))
+        self._stretches = [slice(end - tensor.numel(), end) for tensor, end in zip(mine, ends, strict=True)]
+        self._elements = ends[-1] if ends else 0
+        self._mask_bytes = _aligned(-(-len(mine) // 8))
+        self._size = codec.nbytes(self._shapes)
+        self.kept = Kept(codec, self._shapes, allocate)
+        self._values = torch.zeros(self._elements, device=self._device)
+        self._value_views = self._windows(self._values)
+        self._messages: dict[int, _Message] = {}
+        """Of each share that this worker has folded."""
+        self._sums = _Levels(self._elements, self._device)
+        self._message_sums = _Levels(self._size // 4, torch.device("cpu"))
+        self._totals_of: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self.sent_bytes = self.plain_bytes = 0
+        """What the messages came to, and what the same would have been in fp32."""
+
+    def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            torch.as_strided(flat, shape, stride, at.start)
+            for shape, stride, at in zip(self._shapes, self._strides, self._stretches, strict=True)
+        ]
+
+    def go_on_from(self, older: CodedReducer) -> None:
+        """Take the place of another one. What it kept of other tensors is of no use."""
+        self.sent_bytes, self.plain_bytes = older.sent_bytes, older.plain_bytes
+        if self._shapes == older._shapes:
+            self.kept = older.kept
+
+    # nothing leaves early
+
+    @property
+    def on_last_leaf(self) -> bool:
+        return False
+
+    def waits(self, learned: Sequence[int]) -> list[int]:
+        return []
+
+    # folding
+
+    def begin(self, step: int, call: int) -> None:
+        self._seed, self._call = mix(_SEED, step, call), call
+
+    def open(self, plan: Plan, lanes: int) -> None:
+        super().open(plan, lanes)
+        self.kept.open(self._call, plan.leaves)
+        self._messages = {}
+
+    def carry_on(self, plan: Plan, peers: Peers, lanes: int, kept: int) -> list[int]:
+        due = super().carry_on(plan, peers, lanes, kept)
+        mine = set(plan.leaves_of(peers.rank)) - set(due)
+        self._messages = {leaf: message for leaf, message in self._messages.items() if leaf in mine}
+        return due
+
+    def fold(self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float) -> None:
+        super().fold(leaf, [grads[index] for index in self._plain], weight)
+        mask, absent = 0, []
+        for number, (index, at) in enumerate(zip(self._coded, self._stretches, strict=True)):
+            grad, view = grads[index], self._value_views[number]
+            if grad is None:
+                absent.append(at)
+                continue
+            if grad.is_sparse:
+                raise UsageError(
+                    f"a sparse gradient (of shape {tuple(grad.shape)}) cannot be sent by the codec {self._codec.name}: make it "
+                    "dense (nn.Embedding(sparse=False)), or leave the codec out"
+                )
+            view.copy_(grad)
+            mask |= 1 << number
+        if weight != 1.0:
+            self._values.mul_(weight)
+        for at in absent:
+            self._values[at] = 0.0
+        self._messages[leaf] = _Message(mask, self._send(leaf, absent).cpu())
+
+    def _send(self, leaf: int, absent: Sequence[slice]) -> torch.Tensor:
+        old, target = self.kept.old(leaf).to(self._device), self.kept.new(leaf)
+        new = target if target.device == self._device else torch.empty_like(old)
+        message = send(self._codec, self._values, self._shapes, self._seed, old, new, absent)
+        if new is not target:
+            target.copy_(new)
+        return message
+
+    # meeting
+
+    def commit(self, key: int, call: int, lanes: Sequence[int], mean: bool, scale: float) -> Outcome:
+        outcome = super().commit(key, call, lanes, mean, scale)
+        payload = b"".join(map(self._packed, self._nodes(self.peers.rank)))
+        heard = self._unpacked(self.peers.gather(key, payload))
+        self.kept.commit(list(self._messages))
+        self.sent_bytes += len(payload)
+        self.plain_bytes += 4 * self._elements * len(self._plan.parts(self.peers.rank))
+        total, views = self._total_of(call)
+        TreeSum([self._added(heard)], (), [total]).add(outcome.divisor)
+        mask = reduce(or_, (message.mask for message in heard.values()))
+        return self._merged(outcome, views, mask)
+
+    def _nodes(self, worker: int) -> list[Range]:
+        """What this worker sends messages of."""
+        parts = self._plan.parts(worker)
+        return parts if self._codec.summable else [(leaf, leaf + 1) for part in parts for leaf in range(*part)]
+
+    def _packed(self, node: Range) -> bytes:
+        own = {(leaf, leaf + 1): self._messages[leaf] for leaf in range(*node)}
+        mask = reduce(or_, (message.mask for message in own.values()))
+        raw = own[node].raw if node in own else self._sum_of(node, own)
+        return mask.to_bytes(self._mask_bytes, "little") + raw.numpy().tobytes() + bytes(-self._size % _ALIGN)
+
+    def _unpacked(self, payloads: Sequence[bytes]) -> dict[Range, _Message]:
+        """All messages, by what they are of."""
+        heard, each = {}, self._mask_bytes + _aligned(self._size)
+        for worker, payload in enumerate(payloads):
+            nodes, memory = self._nodes(worker), bytearray(payload)
+            assert len(memory) == len(nodes) * each, f"{len(memory)} bytes came where {len(nodes) * each} were due"
+            for number, node in enumerate(nodes):
+                at = number * each + self._mask_bytes
+                mask = int.from_bytes(memory[at - self._mask_bytes : at], "little")
+                raw = (
+                    torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=self._size) if self._size else _NOTHING
+                )
+                heard[node] = _Message(mask, raw)
+        return heard
+
+    def _added(self, heard: dict[Range, _Message]) -> torch.Tensor:
+        """What the messages decode to, added up."""
+        root = (0, self._plan.leaves)
+        if self._codec.summable:
+            out = self._sums.of(0)
+            self._codec.decode(self._sum_of(root, heard).to(self._device), self._shapes, self._seed, out)
+            return out
+
+        def read(node: Range, out: torch.Tensor) -> bool:
+            if node in heard:
+                self._decode(heard[node], out)
+            return node in heard
+
+        return tree_total(root, read, self._sums.of)
+
+    def _decode(self, message: _Message, out: torch.Tensor) -> None:
+        if not message.mask:
+            out.zero_()
+            return
+        self._codec.decode(message.raw.to(self._device), self._shapes, self._seed, out)
+        for number, at in enumerate(self._stretches):
+            if not message.mask >> number & 1:
+                out[at] = 0.0
+
+    def _sum_of(self, node: Range, messages: dict[Range, _Message]) -> torch.Tensor:
+        """Of messages that may be added, the one of the node."""
+
+        def read(node: Range, out: torch.Tensor) -> bool:
+            if node in messages:
+                out.copy_(messages[node].raw.view(torch.float32))
+            return node in messages
+
+        return tree_total(node, read, self._message_sums.of).view(torch.uint8)
+
+    def _total_of(self, call: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if call not in self._totals_of:
+            flat = torch.zeros(self._elements, device=self._device)
+            self._totals_of[call] = flat, self._windows(flat)
+        return self._totals_of[call]
+
+    def _merged(self, plain: Outcome, views: Sequence[torch.Tensor], mask: int) -> Outcome:
+        """What came coded and what did not, in the order of the tensors."""
+        of: dict[int, tuple[torch.Tensor, bool]] = dict(
+            zip(self._plain, zip(plain.views, plain.present, strict=True), strict=True)
+        )
+        of |= {index: (views[number], bool(mask >> number & 1)) for number, index in enumerate(self._coded)}
+        ordered = [of[index] for index in range(len(of))]
+        sparse = {self._plain[index]: rows for index, rows in plain.sparse.items()}
+        return replace(plain, views=[v for v, _ in ordered], present=[p for _, p in ordered], sparse=sparse)
+
+
+class _Message(NamedTuple):
+    mask: int
+    """Of which tensors there is a gradient: a bit each."""
+    raw: torch.Tensor
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class _Levels:
+    """Flats for sums in the making, made when first needed."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._flats: list[torch.Tensor] = []
+
+    def of(self, depth: int) -> torch.Tensor:
+        while len(self._flats) <= depth:
+            self._flats.append(torch.empty(self._count, device=self._device))
+        return self._flats[depth]
+
+
+def tree_total(
+    node: Range,
+    read: Callable[[Range, torch.Tensor], bool],
+    memory: Callable[[int], torch.Tensor],
+    depth: int = 0,
+) -> torch.Tensor:
+    """The sum over a node of the tree, in memory(depth). `read` writes what is there as one, and says whether it was."""
+    out = memory(depth)
+    if not read(node, out):
+        middle = split(*node)
+        tree_total((node[0], middle), read, memory, depth)
+        out += tree_total((middle, node[1]), read, memory, depth + 1)
+    return out
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
