@@ -1,8 +1,8 @@
 """The workers of one term as a group whose gradients are added up at servers.
 
 It is `Peers` to a strategy. Partial sums go to the servers; only the lanes, a few numbers, still go from worker
-to worker. Each worker waits until the servers have every sum complete, and then meets the others: whoever comes
-out of that meeting knows that nobody's part is missing. So a worker's death ends the term for all or for none, as in
+to worker, as at a reduce point of nothing. Each worker waits until the servers have every sum complete, and then meets the
+others: whoever comes out of that meeting knows that nobody's part is missing. So a worker's death ends the term for all or for none, as in
 any group, and whatever was sent for nothing is known to the servers already when it comes again.
 """
 
@@ -21,6 +21,8 @@ from paceline.servers.messages import Done, Part, Sealed, Total
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
 from paceline.tensors.tree import Plan
+
+NOTHING = Layout((), (), ())
 
 
 class Sums:
@@ -57,6 +59,10 @@ class ServedPeers:
         return self._inner.waited_s
 
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
+        self._take_memory(plan, layout)
+        self._inner.open(plan, NOTHING, lanes)
+
+    def _take_memory(self, plan: Plan, layout: Layout) -> None:
         self._plan = plan
         self._sums.parts.open(layout)
         self._sums.totals.open(layout)
@@ -72,8 +78,7 @@ class ServedPeers:
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
         self._holders.through(self._meet_sums)
-        rows = self._inner.gather(key, lanes.tobytes())
-        return np.stack([np.frombuffer(row, dtype=np.int64) for row in rows])
+        return self._inner.exchange(key, lanes)
 
     def _meet_sums(self) -> None:
         self._push()
@@ -105,6 +110,10 @@ class ServedPeers:
 
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         """Memory for the total, with the buffers' part in it; `fetch` brings the rest."""
+        self._inner.total(call, divisor)
+        return self._fetched(call, divisor)
+
+    def _fetched(self, call: int, divisor: float) -> list[torch.Tensor]:
         self._sums.divisors[call] = divisor
         self.fetch(self.at[0], call, divisor, buffers=True)
         return self._sums.totals.of(call)

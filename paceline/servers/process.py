@@ -14,6 +14,7 @@ from paceline.cluster import wire
 from paceline.cluster.board import Board, Phase
 from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
+from paceline.cluster.tls import Identity
 from paceline.launch.environment import ticket
 from paceline.servers.copying import Copying
 from paceline.servers.lines import line_to
@@ -43,12 +44,14 @@ def main() -> None:
     assert isinstance(welcome, Welcome)
     board = Board(fds[0], welcome.rows)
     board.row(handed.worker).enter(Phase.SCRIPT)
-    address = f"{handed.address}-server-{handed.server}"
-    name = f"server {handed.server}"
+    near, name = f"{handed.address}-server-{handed.server}", f"server {handed.server}"
     rooms = Rooms(handed.server, lambda there: line_to(there, secret, name), lambda: partial(_tell_filled, new_link()))
-    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: _ends_with(rooms.handle, message, body))
+    doors = [wire.listen(near), *([wire.listen_tcp(handed.host)] if handed.host else [])]
+    ready = ServerReady(near, wire.tcp_address(*doors[1].getsockname()[:2]) if handed.host else "")
+    handle = lambda caller, message, body: _ends_with(rooms.handle, message, body)  # noqa: E731
+    Serving(doors, secret, Call, handle, Identity.make() if ready.far.startswith("tls") else None)
     filling = [partial(_keep_filling, shelf) for shelf in rooms.shelves.values()]
-    for work in (*filling, partial(_follow_layouts, rooms, link, address)):
+    for work in (*filling, partial(_follow_layouts, rooms, link, ready)):
         threading.Thread(target=_ends_with, args=(work,), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
         time.sleep(_LOOK_S)  # the agent ends this process when the last worker has gone
@@ -65,8 +68,8 @@ def _ends_with(work: Callable[..., Result], *arguments: Any) -> Result:
         os._exit(1)
 
 
-def _follow_layouts(rooms: Rooms, link: LeaderLink, address: str) -> None:
-    link.ask(ServerReady(address))
+def _follow_layouts(rooms: Rooms, link: LeaderLink, ready: ServerReady) -> None:
+    link.ask(ready)
     number = 0
     while True:
         layout, _ = link.ask(Layout(number))

@@ -29,6 +29,8 @@ from paceline.tensors.tree import Plan
 _SYNC, _SHIP = 211, 212
 _PLACE = struct.Struct("<qqq")
 _NOBODY = View(0, ())
+NEW = -(1 << 62)
+"""Meetings that a newcomer has completed, until it is told how many the others have."""
 
 
 @dataclass
@@ -112,6 +114,8 @@ class Past:
         """
         said = [_PLACE.unpack(raw) for raw in peers.gather(_SYNC, _PLACE.pack(self.completed, self.opened, term))]
         newest = max(completed for completed, _, _ in said)
+        if self.completed == NEW:
+            self.completed = newest
         ahead = [rank for rank, (completed, _, _) in enumerate(said) if completed == newest]
         if any(completed == newest - 1 for completed, _, _ in said):
             shipped = peers.gather(_SHIP, bytes(self.last.pack()) if peers.rank == ahead[0] else b"")[ahead[0]]
