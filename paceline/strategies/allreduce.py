@@ -33,6 +33,7 @@ class AllReduce:
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
+        self.waits: dict[int, float] = {}
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         return

@@ -79,6 +79,9 @@ class Strategy(Protocol):
     may_lag: bool
     """Whether a worker may be some steps behind the others, where there are reduce points."""
 
+    waits: dict[int, float]
+    """Seconds that this worker has waited at servers, by the worker for whom."""
+
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...
     def begin(self) -> None: ...
