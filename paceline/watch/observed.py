@@ -43,8 +43,8 @@ def _waits(waits: Mapping[str, Mapping[str, float]]) -> list[Row]:
     >>> for row in _waits({"0": {"2": 7.25}, "1": {"0": 0.5, "2": 7.0}}):
     ...     print(*row, sep=" | ")
     waited for | worker 0 | worker 2
-    worker 0 |  | 7.2 s
-    worker 1 | 0.5 s | 7.0 s
+    worker 0 |  | 7.25 s
+    worker 1 | 0.50 s | 7.00 s
     """
     slow = sorted({int(other) for of in waits.values() for other in of})
     if not slow:
@@ -52,7 +52,7 @@ def _waits(waits: Mapping[str, Mapping[str, float]]) -> list[Row]:
     rows = [
         (
             f"worker {worker}",
-            *(f"{waits[worker][str(other)]:.1f} s" if str(other) in waits[worker] else "" for other in slow),
+            *(f"{waits[worker][str(other)]:.2f} s" if str(other) in waits[worker] else "" for other in slow),
         )
         for worker in sorted(waits, key=int)
     ]
