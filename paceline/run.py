@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -43,7 +44,7 @@ from paceline.summary import summarise
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_SUMMARY_WRITTEN, _LAID, _BARRIER = mix(0), mix(209), mix(210)
+_SUMMARY_WRITTEN, _LAID, _BARRIER, _WAITS = mix(0), mix(209), mix(210), mix(211)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -436,14 +437,26 @@ class Run:
         """Main writes the summary, and all wait until it has: if it dies before, another one does."""
 
         def tell() -> None:
+            waits = self._who_waited()
             if self.is_main:
                 if self._feeding.loop is not None:
                     self._feeding.loop.collect()
                 self._keeping.ledger.close()
-                summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
+                summarise(self, digest, "failed" if self._failed else self.stopped or "finished", waits)
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
 
         self.terms.through(tell)
+
+    def _who_waited(self) -> dict[int, dict[int, float]]:
+        """Seconds at servers: by the worker that waited, and by the one it waited for."""
+        strategy = self._strategy
+        if self._stepper is None or not isinstance(strategy, Served):
+            return {}
+        meeting = self.terms.meeting
+        said = meeting.gather(_WAITS, msgspec.msgpack.encode(strategy.waits))
+        members = self._session.view.members if meeting.size > 1 else (self._session.worker,)
+        waits = zip(members, (msgspec.msgpack.decode(raw, type=dict[int, float]) for raw in said), strict=True)
+        return {worker: each for worker, each in waits if each}
 
     def finish(self) -> None:
         """End the run: agree that all replicas are equal, write the summary. Automatic at exit."""

@@ -44,6 +44,7 @@ from paceline.errors import Departed, EvictedError, MismatchError, PeerLostError
 from paceline.healing import Inlet, Outlet, call_donor, serve_newcomers
 from paceline.launch.environment import Ticket, ticket
 from paceline.settings import Origins, Settings, merge
+from paceline.strategies import find
 from paceline.tensors.peers import Peers, TermEnded
 from paceline.watch.folder import DEFAULT_RUNS, RunFolder
 
@@ -91,6 +92,9 @@ class Session:
         self.link: LeaderLink | None = None
         self.apart = False
         """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
+        self.hands_over = True
+        """Whether a newcomer is given the run's state at a place where all wait for that. Not on several machines, where it
+        heals behind the others; unless the parameters are at servers: then there is little to give."""
         self.loose = False
         """Whether workers do not meet in every step."""
         self.recoveries = 0
@@ -125,7 +129,7 @@ class Session:
     def _listen(self, ticket: Ticket) -> None:
         from paceline.cluster.listener import Listener
 
-        self.apart = True
+        self.apart, self.hands_over = True, find(self.settings.strategy).servers
         self.listener = Listener(ticket.host, bytes.fromhex(ticket.secret))
         self.ask(Put(f"link/{self.worker}", self.listener.address))
 
@@ -363,9 +367,7 @@ class Session:
             from paceline.servers.shelf import Shelf
 
             return OwnServer(Shelf())
-        from paceline.servers.finding import Fleet
-
-        return Fleet(self.ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "parameters")
+        return self._fleet("parameters", self.ask)
 
     def keys(self) -> Directory:
         """The same for the keys of `run.kv`. Threads ask there, by a line of their own."""
@@ -374,8 +376,20 @@ class Session:
             from paceline.servers.keys_shelf import KeyShelf
 
             return OwnServer(KeyShelf())
-        from paceline.servers.finding import Fleet
+        return self._fleet("keys", self._line_of_its_own())
 
+    def _fleet(self, room: str, ask: Callable[[Any], tuple[Any, list[int]]]) -> Directory:
+        from paceline.servers.finding import FarFleet, Fleet
+
+        assert self.ticket is not None
+        secret, name = bytes.fromhex(self.ticket.secret), f"worker {self.worker}"
+        if not self.apart:
+            return Fleet(ask, secret, name, room)
+        return FarFleet(ask, secret, name, room, self._line_of_its_own(), self.check_run)
+
+    def _line_of_its_own(self) -> Callable[[Any], tuple[Any, list[int]]]:
+        """To ask from another thread."""
+        assert self.ticket is not None
         link = self._link(self.ticket)
 
         def ask(message: Any) -> tuple[Any, list[int]]:
@@ -384,7 +398,7 @@ class Session:
             except NoLeaderError as error:
                 raise PeerLostError(f"{error}: this worker gives up") from None
 
-        return Fleet(ask, bytes.fromhex(self.ticket.secret), f"worker {self.worker}", "keys")
+        return ask
 
     def segment(self, name: str, size: int) -> int:
         answer, fds = self.ask(Segment(name, size))

@@ -142,12 +142,6 @@ def _check_strategy(s: Settings) -> None:
             f"--servers {s.servers}: --strategy {s.strategy} has all variables at one server; leave it out, or pass "
             "--strategy ps"
         )
-    if entry.servers and s.listen:
-        raise UsageError(
-            f"--strategy {s.strategy} is for one machine; leave --listen out, or pass --strategy allreduce"
-        )
-    if s.servers and s.listen:
-        raise UsageError(f"--servers {s.servers} is for one machine; leave --listen out, or --servers")
 
 
 def _strategy_of(s: Settings) -> Entry:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from paceline.run import Run
 
 
-def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
-    """Write the summary; worker 0 does, once all replicas agreed."""
+def summarise(run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[int, float]]) -> dict[str, Any]:
+    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds."""
     session, stepper = run._session, run._stepper
     wall = time.monotonic() - run._started
     split = stepper.split.as_dict() if stepper else {}
@@ -43,6 +43,8 @@ def summarise(run: Run, weights_sha256: str, exit: str) -> dict[str, Any]:
         "longest_gap_s": round(stepper.gaps.longest_s, 6) if stepper else 0.0,
         **(run._strategy.report() if stepper else {}),
     }
+    if waits:
+        summary["waits"] = {str(a): {str(b): round(s, 3) for b, s in sorted(of.items())} for a, of in waits.items()}
     session.folder.write_json(session.folder.summary, summary)
     session.folder.event("finished", exit, steps=run.step, weights_sha256=weights_sha256)
     if not session.launched:

@@ -19,23 +19,23 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     >>> print(words("shm", Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
+    back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
+    more = more_copies(settings)
+    cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
     if settings.listen and keeps(settings):
         first = (
             f"the run ends if a worker or a machine dies: on several machines nobody else has what {settings.strategy} keeps for its "
             "slots (+bf16 keeps nothing); then"
         )
     elif settings.store:
-        first = "any process and any machine of this run may die; if all do,"
+        first = f"any process and any machine of this run may die{cost}; if all do,"
     elif settings.listen:
         first = (
-            f"any process of this run may die, and any machine but {machine}: the run ends if {machine} dies "
+            f"any process of this run may die, and any machine but {machine}{cost}; the run ends if {machine} dies "
             "(give --store etcd://…); then"
         )
-    elif transport == "shm" and (more := more_copies(settings)):
-        back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
-        first = f"any process of this run may die; after a server's death it {back} ({more} spares it that); if the machine does,"
     elif transport == "shm":
-        first = "any process of this run may die; if the machine does,"
+        first = f"any process of this run may die{cost}; if the machine does,"
     else:
         first = (
             f"the run ends if a worker dies ({transport}; --transport shm outlives that); then, or if the machine does,"

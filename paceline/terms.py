@@ -4,7 +4,8 @@ A term ends for a worker in one of two ways. A peer is gone: `TermEnded` comes o
 was waiting calls `next` and tries again with those who remain. Or all let a newcomer in, and the first of
 the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
 they cannot go on with fewer, at the place where they all are (`refill`). On several machines nothing is left to
-be handed over: the newcomer has got the state while they trained, and has come behind them (`healing`).
+be handed over: the newcomer has got the state while they trained, and has come behind them (`healing`). Unless the
+parameters are at servers: then the rest is handed over as on one machine.
 
 Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There,
 and in a run on several machines in any case, every group begins with a word from all on how far they are, and
@@ -28,7 +29,7 @@ from paceline.session import Session
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.following import Following
 from paceline.tensors.peers import Alone, Peers, TermEnded
-from paceline.tensors.remembering import Ended, OutrunError, Past, Remembering
+from paceline.tensors.remembering import NEW, Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
 
 _STATE, _WRITTEN, _REUNION, _ENTERED = mix(201), mix(202), mix(204), mix(208)
@@ -71,7 +72,7 @@ class Terms:
         self._recovery: _Recovery | None = None
         self._donor: Donor | None = None
         """Where newcomers heal while the others train."""
-        if session.apart:
+        if not session.hands_over:
             self._donor = Donor(self._past)
             session.on_newcomer(self._donor.called)
         self._inlet: Inlet | None = None
@@ -257,7 +258,7 @@ class Terms:
                 return
             if state is None:
                 peers.gather(_ENTERED, b"")  # then the newcomer may say that it is in
-            if state is None or self._session.apart:
+            if state is None or not self._session.hands_over:
                 return  # nobody needs anything
             donor = next(rank for rank, member in enumerate(members) if member in before)
             self._hand_over(peers, state.capture() if peers.rank == donor else None)
@@ -266,16 +267,16 @@ class Terms:
 
     def join(self, state: Stateful) -> None:
         """A newcomer enters: it gets the run's state before its first batch."""
-        if self._session.apart:
-            self._follow(state)
-        else:
+        if self._session.hands_over:
             self._enter(state)
+        else:
+            self._follow(state)
         self.catching_up = True
 
     def come_in(self) -> None:
         """A newcomer that has its state already enters where the others wait for it."""
         self._session.join()
-        self._past.completed = -1
+        self._past.completed = NEW
         try:
             self._with(self._build()).gather(_ENTERED, b"")
         except TermEnded as ended:
@@ -285,7 +286,7 @@ class Terms:
     def _enter(self, state: Stateful) -> None:
         """At a place where all wait until it has the state."""
         self._session.join()
-        self._joining = True
+        self._joining, self._past.completed = True, NEW
         try:
             snapshot = self._hand_over(self._with(self._build()), None)
         except TermEnded as ended:
@@ -296,7 +297,11 @@ class Terms:
         self._session.healed()
 
     def _hand_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
-        """The donor's state to the newcomer; the others only wait for it."""
+        """The donor's state to the newcomer; the others only wait for it, or are told too where there is no memory that all
+        share."""
+        if self._session.apart:
+            said = peers.gather(_STATE, bytes(snapshot.packed()) if snapshot else b"")
+            return Snapshot.read(memoryview(next(filter(None, said)))) if self._joining else None
         size = snapshot.nbytes.to_bytes(8, "little") if snapshot else b""
         size = next(said for said in peers.gather(_STATE, size) if said)
         if snapshot is None and not self._joining:

@@ -89,13 +89,10 @@ def test_wrong_values_are_refused_with_a_way_out(flags: dict[str, object], says:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"servers": 2, "listen": "::1"}, r"--servers 2 is for one machine; leave --listen out, or --servers"),
         ({"strategy": "ps", "servers": -1}, r"--servers must be 0 or more; it is -1"),
         ({"strategy": "ps", "replicas": 0}, r"--replicas must be 1 or more; it is 0"),
         ({"strategy": "ps", "servers": "two"}, r"--servers must be a number; it is 'two'"),
         ({"strategy": "pss"}, r"unknown strategy 'pss'; there are: .*ps \(.*did you mean 'ps'\?"),
-        ({"strategy": "ps", "listen": "10.0.0.1"}, r"--strategy ps is for one machine; leave --listen out"),
-        ({"strategy": "ps", "listen": "10.0.0.1", "machines": 2, "workers": 2}, r"--strategy ps is for one machine"),
     ],
 )
 def test_servers_that_cannot_be_are_refused(flags: dict[str, object], says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -72,10 +73,17 @@ def left(world: World) -> list[int]:
     return [number for number, actor in world.actors.items() if actor.left]
 
 
-def drawn(seed: int, deaths: int = 0, leaves: int = 0, starts: int = 0, steps: tuple[int, int] = (2, 4)) -> World:
+def drawn(
+    seed: int,
+    deaths: int = 0,
+    leaves: int = 0,
+    starts: int = 0,
+    steps: tuple[int, int] = (2, 4),
+    hands_over: bool = False,
+) -> World:
     """A run of this seed, with faults at any moment of it."""
     draw = random.Random(seed)
-    script, workers = Script.drawn(draw, *steps), draw.randint(2, 5)
+    script, workers = replace(Script.drawn(draw, *steps), hands_over=hands_over), draw.randint(2, 5)
     whole = length(script, workers)
     faults = [Fault(draw.randrange(whole), kind) for kind in ["kill"] * deaths + ["leave"] * leaves]
     return simulate(script, workers, starts, seed, faults)
@@ -111,6 +119,33 @@ def test_the_killed_are_replaced(first: int) -> None:
 def test_some_are_killed_some_leave_some_join(first: int) -> None:
     worlds = [drawn(seed, deaths=2, leaves=2, starts=3, steps=(2, 12)) for seed in range(first, first + BATCH)]
     assert any(world.journal.after and left(world) and joined(world) for world in worlds)
+
+
+@pytest.mark.parametrize("first", seeds(4000, batches=3))
+def test_the_same_where_newcomers_are_handed_the_state(first: int) -> None:
+    worlds = [
+        drawn(seed, deaths=2, leaves=1, starts=4, steps=(8, 12), hands_over=True)
+        for seed in range(first, first + BATCH)
+    ]
+    assert any(joined(world) for world in worlds)
+
+
+HANDED = {
+    "it is ready": "is ready",
+    "it waits to be let in": "waits to be let in",
+    "building the group with it": "hello in term 3",
+    "saying how far": "('say', 1) in term 3",
+    "the state comes": "('say', 2) in term 3",
+    "it is healed": "is healed",
+    "its first point": "('lanes', 3) in term 3",
+}
+
+
+@pytest.mark.parametrize("moment", HANDED.values(), ids=HANDED)
+def test_moments_of_a_join_where_the_state_is_handed_over(moment: str) -> None:
+    faults = [Fault("sums in term 1"), Fault(moment)]
+    worlds = [simulate(Script(steps=16, hands_over=True), 3, 3, seed, faults) for seed in range(BATCH)]
+    assert sum(not world.faults for world in worlds) > BATCH // 2, "that moment hardly came"
 
 
 MOMENTS = {
@@ -236,7 +271,7 @@ def test_an_overtaken_worker_must_not_agree_to_another_change(monkeypatch: pytes
 
 
 def test_a_flat_loop_on_several_machines_does_not_wait_for_a_newcomer() -> None:
-    terms = Terms(SimpleNamespace(apart=True, on_newcomer=lambda called: None))  # type: ignore[arg-type]
+    terms = Terms(SimpleNamespace(apart=True, hands_over=True))  # type: ignore[arg-type]
     terms._peers = Ended(0, 1, CPU, 2, Past())
     with pytest.raises(UsageError, match=r"Add the inner loop `for x, y in run.slots\(\):`"):
         terms.refill(2, SimpleNamespace())  # type: ignore[arg-type]

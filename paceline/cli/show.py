@@ -12,6 +12,7 @@ import click
 from paceline.cli.options import runs_option
 from paceline.watch.folder import RunFolder
 from paceline.watch.lines import aligned, compact
+from paceline.watch.observed import observed
 from paceline.watch.servers import servers_of
 from paceline.watch.terminal import counted, summary_rows
 
@@ -20,7 +21,8 @@ from paceline.watch.terminal import counted, summary_rows
 @runs_option
 @click.argument("run")
 def command(run: str, runs: Path) -> None:
-    """Show one run: its result, its settings with their origins, what became of its servers, its events.
+    """Show one run: its result, its settings with their origins, what its servers did and became, who waited for whom,
+    its events.
 
     RUN is a run's id, the beginning of one, or 'last'.
     """
@@ -35,7 +37,8 @@ def command(run: str, runs: Path) -> None:
     parts: list[Sequence[Sequence[str]]] = [
         summary_rows(known, str(folder.path)),
         table if settings else [],
-        *servers_of(folder.read_lines(folder.events)),
+        *servers_of(folder.read_lines(folder.events), summary.get("by_server") or {}),
+        *observed(summary),
         timeline(folder.read_lines(folder.events)),
     ]
     click.echo("\n\n".join("\n".join(aligned(part)) for part in parts if part))

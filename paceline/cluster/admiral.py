@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.cluster import messages
 from paceline.cluster.ends import KILLS, crash_trace, exit_words
-from paceline.cluster.fleet import Fleet
+from paceline.cluster.fleet import Address, Fleet
 from paceline.cluster.journal import Journal
 from paceline.settings import Settings
 from paceline.strategies import find
@@ -36,7 +36,8 @@ class Admiral:
             return  # nobody is started in place of those that are being ended
         name = self._journal.name(number)
         match message:
-            case messages.ServerReady(address):
+            case messages.ServerReady(near, far):
+                address = Address(near, far, self._journal.homes[number])
                 self._relay(lambda fleet: fleet.came(self._journal.role(number)[1], address), f"{name} is here")
             case messages.Sizes(nbytes, room):
                 self._relay(lambda fleet: fleet.sized(nbytes, room), f"{name} has said what {room} are to be held")
@@ -71,14 +72,21 @@ class Admiral:
         """Servers that were started and have not ended."""
         return [self._journal.role(number)[1] for number in self._journal.servers if number not in self._journal.exits]
 
+    def spread(self, why: str) -> None:
+        """A machine has come, or is to go."""
+        journal = self._journal
+        if journal.fleet.wanted and not self._coordinator.rollback.under_way and not self._coordinator.over:
+            self._relay(lambda fleet: fleet.spread(journal.homes_of_servers, journal.machines_here), why)
+
     # deaths
 
-    def server_ended(self, number: int, code: int) -> None:
+    def server_ended(self, number: int, code: int, how: str = "") -> None:
+        """`how`, if its exit code does not say it."""
         self._journal.exits[number] = code
         self._coordinator.save()
         _, server = self._journal.role(number)
         lost = number not in self._journal.doomed and not self._coordinator.over
-        why = exit_words(code) if lost else self._why_ended(server)
+        why = how or exit_words(code) if lost else self._why_ended(server)
         self._folder.event("server ended", why, server=server, exit_code=code, lost=lost)
         if not lost:
             return
@@ -101,6 +109,7 @@ class Admiral:
         before = fleet.number
         if not fleet.died(server):
             return False
+        fleet.spread(self._journal.homes_of_servers, self._journal.machines_here)
         moved = fleet.number > before
         notice = f"{words}; {'its copies take over' if moved else 'another one starts'}"
         self._follow_up(moved, words, notice=notice, replaces=server)

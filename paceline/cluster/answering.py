@@ -98,7 +98,7 @@ class Answering:
             case ("fact", str(name)) if name in journal.facts:
                 return messages.Value(journal.facts[name])
             case ("layout", int(after)) if journal.fleet.placement is not None and journal.fleet.number > after:
-                return _placed(journal.fleet)
+                return _placed(journal.fleet, self._node.number)
             case ("needed", int(worker)) if journal.membership.needs(worker):
                 return self._next(journal.membership.settled)
             case ("join", int(worker)):
@@ -150,10 +150,12 @@ class Answering:
             peer.send(messages.Keep(name, found[1]), (found[0],))
 
 
-def _placed(fleet: Fleet) -> messages.Placed:
+def _placed(fleet: Fleet, machine: int) -> messages.Placed:
+    """As it is seen from this machine."""
     assert fleet.placement is not None
     copies = fleet.placement.copies
     filled = [sorted(each.filled) for each in copies]
     holders = [list(each.holders) for each in copies]
     since = [[known[server] for server in each] for known, each in zip(fleet.since, holders, strict=True)]
-    return messages.Placed(fleet.number, holders, since, filled, fleet.addresses, fleet.rooms)
+    addresses = {server: address.seen_from(machine) for server, address in fleet.addresses.items()}
+    return messages.Placed(fleet.number, holders, since, filled, addresses, fleet.rooms)

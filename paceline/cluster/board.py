@@ -83,6 +83,8 @@ _PHASE_WORDS = {
 _PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GONE, _LEAVES, _EXIT, _SLOW, _TERM = range(
     14
 )
+_CALLS, _RECEIVED, _SENT, _CPU = range(14, 18)
+"""Of a server."""
 _ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED, _OVERTAKEN = range(9)
 _OF_AGENT = (_GONE, _SLOW)
 """Words of a row that its machine's agent writes."""
@@ -104,6 +106,17 @@ class Seen:
     place: str
     waits_for: int | None
     """The worker it has been waiting for, once that has lasted a second."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server has done so far."""
+
+    calls: int
+    received: int
+    sent: int
+    """Bytes, counted where they are moved."""
+    cpu_s: float
 
 
 class Board:
@@ -231,6 +244,12 @@ class Board:
         """The term in which this worker has come to the script's end."""
         return self._words[_WORDS * (1 + worker) + _TERM]
 
+    def load(self, server: int) -> Load:
+        """Of the server whose row this is."""
+        base = _WORDS * (1 + server)
+        calls, received, sent, cpu_ns = self._words[base + _CALLS : base + _CPU + 1].tolist()
+        return Load(calls, received, sent, cpu_ns / 1e9)
+
     def slow(self, worker: int) -> float:
         """How many times as long this worker should take: a fault on purpose. 1: as fast as it can."""
         return self._words[_WORDS * (1 + worker) + _SLOW] / 1000 or 1.0
@@ -329,6 +348,14 @@ class Row:
 
     def metric(self, value: float) -> None:
         self._words[_METRIC] = struct.unpack("q", struct.pack("d", value))[0]
+
+    def served(self, calls: int, received: int, sent: int) -> None:
+        """By a server, so far."""
+        words = self._words
+        words[_CALLS], words[_RECEIVED], words[_SENT] = calls, received, sent
+
+    def computed(self, cpu_ns: int) -> None:
+        self._words[_CPU] = cpu_ns
 
     def place(self, text: str) -> None:
         """Where in the script this worker is: written on the slow paths only."""

@@ -181,6 +181,7 @@ class Coordinator:
         self._folder.event("machine", words, machine=number, notice=words)
         if not self.journal.awaited:
             self.follow_up(self.membership.make_room(self.journal.room, f"machine {number} has places"))
+            self._admiral.spread(f"machine {number} is here")
         elif self.journal.complete:
             self.journal.settle_in()
             self.save()
@@ -202,6 +203,7 @@ class Coordinator:
         """It was told to go: nobody is started there any more."""
         if self.journal.machines[number].here:
             self._close_machine(number, "was told to go (SIGTERM)")
+            self._admiral.spread(f"machine {number} goes")
 
     def machine_went(self, number: int, why: str) -> None:
         """Nothing was heard of it for a lease: the run goes on without its workers, whatever they do."""
@@ -222,7 +224,7 @@ class Coordinator:
 
     def _give_up_on(self, worker: int, why: str) -> None:
         if worker in self.journal.servers:
-            self._admiral.server_ended(worker, _LOST)
+            self._admiral.server_ended(worker, _LOST, why)
             return
         self.journal.exits[worker] = _LOST
         self._folder.event("worker ended", f"it {why}", worker=worker)

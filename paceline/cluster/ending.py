@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
+from typing import Any
 
 from paceline.cluster.board import Board, Phase
 from paceline.cluster.job import Job
@@ -13,9 +15,14 @@ from paceline.watch.folder import RunFolder
 def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int:
     """The exit code, once no worker is left."""
     code = _exit_code(job, folder, journal, board)
+    more: dict[str, Any] = {}
     if journal.rolled.times:
-        again = {"rollbacks": journal.rolled.times, "steps_redone": journal.rolled.redone}
-        folder.write_json(folder.summary, folder.read_json(folder.summary) | again)
+        more |= {"rollbacks": journal.rolled.times, "steps_redone": journal.rolled.redone}
+    loads = {str(journal.role(number)[1]): board.load(number) for number in journal.servers}
+    if any(load.calls for load in loads.values()):
+        more["by_server"] = {server: asdict(load) for server, load in loads.items() if load.calls}
+    if more:
+        folder.write_json(folder.summary, folder.read_json(folder.summary) | more)
     folder.event("ended", folder.read_json(folder.summary).get("exit", ""), exit_code=code)
     return code
 

@@ -6,13 +6,25 @@ which layout; a server that knows a newer one refuses it. Server numbers are nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from paceline.servers.goals import Server
 from paceline.servers.placement import Copies, Placement, balance, place
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a server is reached: by shared memory on its own machine, over the network from others."""
+
+    near: str
+    far: str = ""
+    machine: int = 0
+
+    def seen_from(self, machine: int) -> str:
+        return self.near if machine == self.machine else self.far
 
 
 class Fleet(msgspec.Struct):
@@ -23,7 +35,7 @@ class Fleet(msgspec.Struct):
     starts_left: int = 0
     number: int = 0
     """Of the layout; 0: there is none yet."""
-    addresses: dict[int, str] = {}
+    addresses: dict[int, Address] = {}
     """Of each server that is there."""
     nbytes: list[int] = []
     """The size of each fragment, once a worker has told."""
@@ -37,7 +49,7 @@ class Fleet(msgspec.Struct):
     leaving: list[int] = []
     """Servers that go once others hold what they hold."""
 
-    def came(self, server: int, address: str) -> None:
+    def came(self, server: int, address: Address) -> None:
         """A server is ready."""
         if server in self.gone or self.addresses.get(server) == address:
             return
@@ -78,6 +90,22 @@ class Fleet(msgspec.Struct):
         staying = self._staying(started)
         self.wanted = wanted
         self.leaving += sorted(staying, key=lambda server: (server not in self.addresses, server))[wanted:]
+        self._go_on()
+
+    def spread(self, homes: Mapping[int, int], here: Collection[int]) -> None:
+        """Whoever is on a machine that goes is to go, and so is one of a machine that has two more than another: others
+        come in their place, where there are fewest. `homes`: the machine of each that was started and has not ended."""
+        there = Counter(dict.fromkeys(here, 0))
+        for server in self._staying(list(homes)):
+            if homes[server] in there:
+                there[homes[server]] += 1
+            else:
+                self.leaving.append(server)
+        while there and max(there.values()) - min(there.values()) > 1:
+            crowded, empty = (pick(sorted(there), key=there.__getitem__) for pick in (max, min))
+            self.leaving.append(max(server for server in self._staying(list(homes)) if homes[server] == crowded))
+            there[crowded] -= 1
+            there[empty] += 1
         self._go_on()
 
     def short(self, started: Sequence[int]) -> int:
@@ -155,7 +183,10 @@ class Fleet(msgspec.Struct):
 
     @property
     def _servers(self) -> list[Server]:
-        return [Server(number, machine=0, leaving=number in self.leaving) for number in sorted(self.addresses)]
+        """Who is to go holds what it holds until all are there who come in its place: till then there would be fewer copies."""
+        complete = len(self._staying(list(self.addresses))) >= self.wanted
+        going = {*self.leaving} if complete else set()
+        return [Server(k, self.addresses[k].machine, leaving=k in going) for k in sorted(self.addresses)]
 
     def _staying(self, servers: Sequence[int]) -> list[int]:
         return [server for server in servers if server not in self.leaving and server not in self.gone]

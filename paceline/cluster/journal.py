@@ -126,8 +126,7 @@ class Journal(msgspec.Struct):
     @property
     def complete(self) -> bool:
         """Whether all machines are there that the beginning waits for, and every worker has a place."""
-        here = sum(1 for machine in self.machines.values() if machine.here)
-        return here >= self.awaited and self.room >= len(self.membership.standing)
+        return len(self.machines_here) >= self.awaited and self.room >= len(self.membership.standing)
 
     def settle_in(self) -> None:
         """Every worker of the beginning gets its place, neighbours on one machine as far as it has room."""
@@ -137,9 +136,13 @@ class Journal(msgspec.Struct):
         for number, (home, place) in zip(self.membership.standing, spots, strict=False):
             self.homes[number], self.places[number] = home, place
         for number in self.servers:
-            self.homes[number] = 0
+            self.homes[number] = self._home_for_a_server()
         self.awaited = 0
         self.membership.room = self.room
+
+    @property
+    def machines_here(self) -> list[int]:
+        return [number for number, machine in self.machines.items() if machine.here]
 
     @property
     def room(self) -> int:
@@ -183,8 +186,19 @@ class Journal(msgspec.Struct):
         """One more; its number."""
         number = self.servers[-1] + 1
         self.servers.append(number)
-        self.homes[number] = 0
+        self.homes[number] = self._home_for_a_server()
         return number
+
+    def _home_for_a_server(self) -> int:
+        """The machine that has fewest of them."""
+        here = self.machines_here or [self.led_from]
+        there = [home for server, home in self.homes_of_servers.items() if server not in self.fleet.leaving]
+        return min(here, key=lambda home: (there.count(home), home))
+
+    @property
+    def homes_of_servers(self) -> dict[int, int]:
+        """The machine of each server that was started, or is about to be, and has not ended."""
+        return {self.role(number)[1]: self.homes[number] for number in self.running if number in self.servers}
 
     def role(self, number: int) -> tuple[str, int]:
         """What a process of this number is, and which one of its kind: ("server", 0), say."""

@@ -114,7 +114,10 @@ class Failed(msgspec.Struct, tag=True):
 class ServerReady(msgspec.Struct, tag=True):
     """A server listens here, ready to hold fragments."""
 
-    address: str
+    near: str
+    """For processes of its own machine."""
+    far: str = ""
+    """For those of others."""
 
 
 class Sizes(msgspec.Struct, tag=True):
@@ -155,6 +158,7 @@ class Placed(msgspec.Struct, tag=True):
     filled: list[list[int]]
     """Of each fragment: the backups that hold all of it."""
     addresses: dict[int, str]
+    """Where whoever has asked reaches each server."""
     rooms: dict[str, tuple[int, int]] = {}
     """What the fragments are of: the first one's number, and how many."""
 

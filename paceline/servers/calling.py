@@ -26,6 +26,10 @@ UNDER_WAY = 64 << 20
 """Bytes on a line that are not answered yet, more only for a call that is larger by itself."""
 
 
+_FAR_S = 3.0
+"""How long another machine is waited for: it may be cut off, and who waits may have to hear of that."""
+
+
 class RefusedError(ValueError):
     """The server refused a call, and says why."""
 
@@ -38,9 +42,10 @@ class Reply(NamedTuple):
 
 def dial(address: str, secret: bytes, name: str, shared: bool | None = None) -> Channel:
     """A channel to the server at an address of `wire`: through shared memory if that is on this machine."""
+    near = "://" not in address
     if shared is None:
-        shared = "://" not in address
-    sock = wire.connect(address, secret)
+        shared = near
+    sock = wire.connect(address, secret) if near else wire.connect(address, secret, _FAR_S)
     try:
         wire.send(sock, Opening(name, shared))
         return sharing.accept(sock) if shared else StreamChannel(sock)

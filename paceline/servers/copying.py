@@ -143,14 +143,28 @@ class Copying(ABC, Generic[Kept]):
                 self._filled.add((fragment, server, since))
 
     def _line(self, server: int) -> Line:
-        with self._changed:
-            if server not in self._lines:
-                assert self._dial is not None
+        """Tried for as long as the layout has it: another machine may not be reached for a moment. Not under the lock: it
+        may take long, and the layout that says that the server is gone must be heard meanwhile."""
+        assert self._dial is not None
+        while True:
+            with self._changed:
+                if server in self._lines:
+                    return self._lines[server]
                 if server not in self._layout.addresses:
                     raise ConnectionError(f"server {server} is gone")
-                self._lines[server] = self._dial(self._layout.addresses[server])
-                self._introduce(self._lines[server])
-            return self._lines[server]
+                address = self._layout.addresses[server]
+            try:
+                line = self._dial(address)
+            except OSError:
+                with self._changed:
+                    self._changed.wait(LOOK_S)
+                continue
+            with self._changed:
+                if server in self._layout.addresses and server not in self._lines:
+                    self._lines[server] = line
+                    self._introduce(line)
+                    return line
+            line.close()  # another thread was faster, or it is gone
 
     def _backups(self, fragment: int) -> list[tuple[int, int]]:
         """Who must be told of everything, and since when they hold it; NotPrimary if that is not this server's business."""

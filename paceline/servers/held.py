@@ -54,6 +54,8 @@ class Point:
         self.total: torch.Tensor | None = None
         """Of all leaves, once it is known."""
         self.agreed = b""
+        self.last = -1
+        """A share of the part by which it was complete, where that part has come."""
         self.ended = 0
         """The term that is over at this point."""
 
@@ -68,7 +70,7 @@ class Point:
         if cover is None:
             return None
         sources = [self._sums[part] for part in cover]
-        total = torch.empty_like(sources[0])
+        self.last, total = part[0], torch.empty_like(sources[0])
         TreeSum(sources, program(cover, (0, self.leaves)), [total]).add()
         return total
 

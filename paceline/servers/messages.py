@@ -383,6 +383,8 @@ class Turned(msgspec.Struct, tag=True):
     stopper: int = -1
     staleness: dict[int, int] = {}
     """When the stretch is over: how many pulls had how much."""
+    waited: dict[int, float] = {}
+    """Seconds that this took, by the worker that was waited for."""
 
 
 class Number(msgspec.Struct, tag=True):
@@ -403,6 +405,8 @@ Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
 
 class Done(msgspec.Struct, tag=True):
     yes: bool = True
+    last: int = -1
+    """Of sums that are complete: a share of the part that came last, if that is known."""
 
 
 class Moved(msgspec.Struct, tag=True):

@@ -48,7 +48,7 @@ class Engine:
         return {name: unplain(value) for name, value in options.items() if name in self._known}
 
     def cast(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """In the parameters' own types, as workers cast the sums too: what norms and the optimizer see."""
+        """In the parameters' own types, as workers cast the sums too."""
         return [
             None if gradient is None else gradient.to(value.dtype)
             for gradient, value in zip(gradients, self._values, strict=True)

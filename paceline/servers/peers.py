@@ -1,13 +1,14 @@
 """The workers of one term as a group whose gradients are added up at servers.
 
 It is `Peers` to a strategy. Partial sums go to the servers; only the lanes, a few numbers, still go from worker
-to worker. Each worker waits until the servers have every sum complete, and then meets the others: whoever comes
-out of that meeting knows that nobody's part is missing. So a worker's death ends the term for all or for none, as in
+to worker, as at a reduce point of nothing. Each worker waits until the servers have every sum complete, and then meets the
+others: whoever comes out of that meeting knows that nobody's part is missing. So a worker's death ends the term for all or for none, as in
 any group, and whatever was sent for nothing is known to the servers already when it comes again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 from paceline.servers.fragments import Fragment
 from paceline.servers.held import as_bytes
 from paceline.servers.holders import Holders
-from paceline.servers.messages import Done, Part, Sealed, Total
+from paceline.servers.messages import Part, Sealed, Total
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
 from paceline.tensors.tree import Plan
+
+NOTHING = Layout((), (), ())
 
 
 class Sums:
@@ -51,6 +54,8 @@ class ServedPeers:
         self.rank, self.size, self.ends_together = inner.rank, inner.size, inner.ends_together
         self.at = (0, 0)
         """Step and number of the reduce point in hand."""
+        self.waits: dict[int, float] = {}
+        """Seconds waited at this term's points, by the rank whose part came last."""
 
     @property
     def waited_s(self) -> float:
@@ -62,6 +67,10 @@ class ServedPeers:
         return self._inner.sent_bytes
 
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
+        self._take_memory(plan, layout)
+        self._inner.open(plan, NOTHING, lanes)
+
+    def _take_memory(self, plan: Plan, layout: Layout) -> None:
         self._plan = plan
         self._sums.parts.open(layout)
         self._sums.totals.open(layout)
@@ -77,8 +86,7 @@ class ServedPeers:
 
     def exchange(self, key: int, lanes: Lanes) -> NDArray[np.int64]:
         self._holders.through(self._meet_sums)
-        rows = self._inner.gather(key, lanes.tobytes())
-        return np.stack([np.frombuffer(row, dtype=np.int64) for row in rows])
+        return self._inner.exchange(key, lanes)
 
     def _meet_sums(self) -> None:
         self._push()
@@ -95,21 +103,34 @@ class ServedPeers:
 
     def _await_sums(self) -> None:
         step, call = self.at
+        begun = time.monotonic()
         try:
-            self._holders.wait(
+            answers = self._holders.wait(
                 (self._holders.back(mine, Sealed(step, call, mine, wait=True)) for mine in self._holders.of_each()),
                 self._check,
             )
+            self._note_wait(time.monotonic() - begun, answers[-1].message.last if answers else -1)
         except TermEnded:
             # Whoever is gone may have seen them complete before: then others may have gone on, and so must this one.
             answers = self._holders.wait(
                 self._holders.out(mine, Sealed(step, call, mine, wait=False)) for mine in self._holders.of_each()
             )
-            if not all(answer.message == Done(True) for answer in answers):
+            if not all(answer.message.yes for answer in answers):
                 raise
+
+    def _note_wait(self, seconds: float, last: int) -> None:
+        """Most of a wait at one server is the wait at all of them: the one who was last is last everywhere."""
+        whose = [rank for rank in range(self.size) if last in self._plan.leaves_of(rank)]
+        for rank in whose:
+            if rank != self.rank:
+                self.waits[rank] = self.waits.get(rank, 0.0) + seconds
 
     def total(self, call: int, divisor: float) -> list[torch.Tensor]:
         """Memory for the total, with the buffers' part in it; `fetch` brings the rest."""
+        self._inner.total(call, divisor)
+        return self._fetched(call, divisor)
+
+    def _fetched(self, call: int, divisor: float) -> list[torch.Tensor]:
         self._sums.divisors[call] = divisor
         self.fetch(self.at[0], call, divisor, buffers=True)
         return self._sums.totals.of(call)

@@ -11,15 +11,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from paceline.cluster import wire
-from paceline.cluster.board import Board, Phase
+from paceline.cluster.board import Board, Phase, Row
 from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
+from paceline.cluster.tls import Identity
 from paceline.launch.environment import ticket
 from paceline.servers.copying import Copying
 from paceline.servers.lines import line_to
 from paceline.servers.messages import Call
 from paceline.servers.rooms import Rooms
-from paceline.servers.serving import Serving
+from paceline.servers.serving import Meter, Serving
 from paceline.settings import merge
 
 _LOOK_S = 0.5
@@ -42,16 +43,33 @@ def main() -> None:
     welcome, fds = link.greet()
     assert isinstance(welcome, Welcome)
     board = Board(fds[0], welcome.rows)
-    board.row(handed.worker).enter(Phase.SCRIPT)
-    address = f"{handed.address}-server-{handed.server}"
-    name = f"server {handed.server}"
+    row = board.row(handed.worker)
+    row.enter(Phase.SCRIPT)
+    near, name = f"{handed.address}-server-{handed.server}", f"server {handed.server}"
     rooms = Rooms(handed.server, lambda there: line_to(there, secret, name), lambda: partial(_tell_filled, new_link()))
-    Serving([wire.listen(address)], secret, Call, lambda caller, message, body: _ends_with(rooms.handle, message, body))
+    doors = [wire.listen(near), *([wire.listen_tcp(handed.host)] if handed.host else [])]
+    ready = ServerReady(near, wire.tcp_address(*doors[1].getsockname()[:2]) if handed.host else "")
+    handle = lambda caller, message, body: _ends_with(rooms.handle, message, body)  # noqa: E731
+    Serving(doors, secret, Call, handle, Identity.make() if ready.far.startswith("tls") else None, _meter(row))
     filling = [partial(_keep_filling, shelf) for shelf in rooms.shelves.values()]
-    for work in (*filling, partial(_follow_layouts, rooms, link, address)):
+    for work in (*filling, partial(_follow_layouts, rooms, link, ready)):
         threading.Thread(target=_ends_with, args=(work,), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
+        row.computed(time.process_time_ns())
         time.sleep(_LOOK_S)  # the agent ends this process when the last worker has gone
+
+
+def _meter(row: Row) -> Meter:
+    """Counts on the board, which outlives this process. Each caller has a thread."""
+    lock, calls, all_received, all_sent = threading.Lock(), 0, 0, 0
+
+    def count(received: int, sent: int) -> None:
+        nonlocal calls, all_received, all_sent
+        with lock:
+            calls, all_received, all_sent = calls + 1, all_received + received, all_sent + sent
+            row.served(calls, all_received, all_sent)
+
+    return count
 
 
 def _ends_with(work: Callable[..., Result], *arguments: Any) -> Result:
@@ -65,8 +83,8 @@ def _ends_with(work: Callable[..., Result], *arguments: Any) -> Result:
         os._exit(1)
 
 
-def _follow_layouts(rooms: Rooms, link: LeaderLink, address: str) -> None:
-    link.ask(ServerReady(address))
+def _follow_layouts(rooms: Rooms, link: LeaderLink, ready: ServerReady) -> None:
+    link.ask(ready)
     number = 0
     while True:
         layout, _ = link.ask(Layout(number))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.servers.clocks import Clocks, Mode
+from paceline.servers.clocks import Clocks, Decision, Mode
 from paceline.servers.messages import (
     Asking,
     Begin,
@@ -36,6 +37,31 @@ from paceline.servers.register import Register
 Answer = tuple[msgspec.Struct, Sequence[memoryview]]
 
 
+@dataclass
+class Waits:
+    """Seconds of one wait, by whom it was for: that may change while it lasts.
+
+    >>> waits = Waits()
+    >>> for slowest, now in ((2, 10.0), (2, 10.5), (1, 11.5), (None, 12.0)):
+    ...     waits.go_on(slowest, now)
+    >>> waits.end(13.0)
+    {2: 1.5, 1: 0.5}
+    """
+
+    since: float = 0.0
+    slowest: int | None = None
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def go_on(self, slowest: int | None, now: float) -> None:
+        if self.slowest is not None:
+            self.seconds[self.slowest] = self.seconds.get(self.slowest, 0.0) + now - self.since
+        self.since, self.slowest = now, slowest
+
+    def end(self, now: float) -> dict[int, float]:
+        self.go_on(None, now)
+        return self.seconds
+
+
 class Registry:
     """`since` which layout this server holds it. All methods are called under `changed`."""
 
@@ -47,6 +73,8 @@ class Registry:
         self._clocks = Clocks(mode, self._register.clocks)
         self._notes: tuple[int, bytes] | None = None
         """Of which stretch, and what."""
+        self._waits: dict[int, Waits] = {}
+        """Of each worker that waits for its turn."""
 
     # as any copy
 
@@ -139,7 +167,8 @@ class Registry:
             self._clocks.end(worker, now)
         if turn.leaves or turn.stretch < register.stretch or register.over or worker in register.gone:
             numbers = []
-        elif not numbers or not self._clocks.begin(worker, register.step_of(numbers[0]), now).go:
+        elif not (decision := self._may_begin(register, worker, numbers, now)).go:
+            self._waits.setdefault(worker, Waits()).go_on(decision.waits_for, now)
             return None
         turned = Turned(
             list(numbers), register.count, register.steps, register.samples, register.trainers, register.gone, [],
@@ -147,7 +176,16 @@ class Registry:
         )  # fmt: skip
         if turn.written >= 0:
             turned.receipts = register.receipts
+        if worker in self._waits:
+            turned.waited = self._waits.pop(worker).end(now)
         return turned, ()
+
+    def _may_begin(self, register: Register, worker: int, numbers: Sequence[int], now: float) -> Decision:
+        if numbers:
+            return self._clocks.begin(worker, register.step_of(numbers[0]), now)
+        clocks = register.clocks.clocks
+        slowest = min(clocks, key=lambda other: (clocks[other], other), default=None)
+        return Decision(False, "what is left of the stretch is in others' hands", slowest)
 
     def _hold(self, register: Register, worker: int, yes: bool) -> Answer | None:
         if yes and register.keeper not in (-1, worker):

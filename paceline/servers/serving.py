@@ -69,10 +69,17 @@ The body is lent until it returns: no buffer of the answer may be a part of it.
 """
 
 
-def attend(channel: Channel, caller: Caller, expected: wire.Decoder, handle: Handle) -> None:
+Meter: TypeAlias = Callable[[int, int], None]
+"""`meter(received, sent)`: the bytes of one call and its answer."""
+
+
+def attend(
+    channel: Channel, caller: Caller, expected: wire.Decoder, handle: Handle, meter: Meter = lambda received, sent: None
+) -> None:
     """Answer one caller until the channel ends, which is a `ChannelError`."""
     while True:
         head, body = channel.receive()
+        received = len(head) + body.nbytes
         try:
             answer = Answer(*handle(caller, wire.decode(head, expected), body))
         except ValueError as error:
@@ -80,7 +87,10 @@ def attend(channel: Channel, caller: Caller, expected: wire.Decoder, handle: Han
         del body
         channel.release()  # now, not at the next call: the caller may be sending that already
         try:
-            channel.send(msgspec.msgpack.encode(answer.message), *answer.buffers)
+            said = msgspec.msgpack.encode(answer.message)
+            # Before it is sent: who has the last answer may look at what was counted.
+            meter(received, len(said) + sum(memoryview(buffer).nbytes for buffer in answer.buffers))
+            channel.send(said, *answer.buffers)
         finally:
             if answer.sent is not None:
                 answer.sent()
@@ -138,8 +148,9 @@ class Serving:
         messages: Any,
         handle: Handle,
         secured: Secured | None = None,
+        meter: Meter = lambda received, sent: None,
     ) -> None:
-        self._expected, self._handle = wire.decoder(messages), handle
+        self._expected, self._handle, self._meter = wire.decoder(messages), handle, meter
         self._doors = [
             Door(sock, secret, time.monotonic(), None if sock.family == socket.AF_UNIX else secured)
             for sock in listening
@@ -196,7 +207,7 @@ class Serving:
     def _serve(self, connection: _Connection) -> None:
         try:
             caller, channel = connection.open()
-            attend(channel, caller, self._expected, self._handle)
+            attend(channel, caller, self._expected, self._handle, self._meter)
         except ChannelEnded:
             pass
         except (OSError, ValueError, ResourceError) as error:  # it broke off, or talks nonsense

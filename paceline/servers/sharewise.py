@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
@@ -32,7 +33,9 @@ from paceline.servers.clocks import BEHIND
 from paceline.servers.holders import MovedError
 from paceline.servers.messages import Abreast, Agreed, Done, Ended, Lacking, Meet, Met, Part, Sealed, Word
 from paceline.servers.peers import ServedPeers, stretch
+from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Parts, SharesWanted, TermEnded
+from paceline.tensors.tree import Plan
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Seat
@@ -73,6 +76,12 @@ class SharewisePeers(ServedPeers):
         super().__init__(*arguments)
         self.own_rank, self._seat = self.rank, seat
         self._hand = Hand(0, patience=0.0)
+
+    def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
+        self._take_memory(plan, layout)
+
+    def total(self, call: int, divisor: float) -> list[torch.Tensor]:
+        return self._fetched(call, divisor)
 
     def take_up(self, hand: Hand) -> None:
         """A point begins, or goes on in another term."""

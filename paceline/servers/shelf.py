@@ -14,7 +14,7 @@ import torch
 from paceline.servers.carried import DTYPES
 from paceline.servers.clocks import BEHIND, Backup, parse
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
-from paceline.servers.held import Held, Said, as_bytes
+from paceline.servers.held import Held, Point, Said, as_bytes
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.lines import Line
 from paceline.servers.messages import (
@@ -103,7 +103,9 @@ class Shelf(Copying[Any]):
             case Part():
                 self._part(call, body)
             case Sealed():
-                return Done(all(self._is_sealed(fragment, call) for fragment in call.fragments)), ()
+                points = [self._sealed(fragment, call) for fragment in call.fragments]
+                last = points[-1].last if points and points[-1] is not None else -1
+                return Done(None not in points, last), ()
             case Total(step, point, divisor, fragments):
                 with self._locked(fragments) as helds:
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
@@ -150,11 +152,13 @@ class Shelf(Copying[Any]):
             for held, sums in complete.values():
                 held.do(summed, sums)
 
-    def _is_sealed(self, fragment: int, asked: Sealed) -> bool:
+    def _sealed(self, fragment: int, asked: Sealed) -> Point | None:
+        """The point, if its sum is complete."""
         with self._locked([fragment]) as (held,):
             if asked.wait:
                 self._await(fragment, held, lambda: held.sealed(asked.step, asked.call))
-            return bool(held.sealed(asked.step, asked.call))
+            point: Point | None = held.points[asked.step, asked.call] if held.sealed(asked.step, asked.call) else None
+            return point
 
     def _meet(self, asked: Meet | Abreast) -> Answered:
         with self._locked([0]) as (held,):

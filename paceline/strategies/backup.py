@@ -20,13 +20,12 @@ from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.clocks import Backup, doubled, parse
-from paceline.servers.holders import Directory
 from paceline.servers.messages import Word
 from paceline.servers.sharewise import Hand, SharewisePeers
 from paceline.strategies.allreduce import LANES
-from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Scaled, Seat
+from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Scaled
 from paceline.strategies.ps import ParameterServers
-from paceline.tensors.peers import Peers, SharesWanted, Watch
+from paceline.tensors.peers import Peers, SharesWanted
 from paceline.tensors.tree import Plan
 
 _SMOOTH = 0.5
@@ -40,6 +39,7 @@ class Backups(ParameterServers):
     may_lag = True
 
     def __init__(self, text: str) -> None:
+        super().__init__(text)
         self.mode, self._backup = text, parse(text)
         self._seconds: dict[int, float] = {}
         """What each worker lately needed for a share, as all know it."""
@@ -47,10 +47,6 @@ class Backups(ParameterServers):
         self._shown = self._late = False
         """Whether the script has seen a share; whether the last point was met before this worker had computed its own."""
         self._stepped = -1
-
-    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
-        super().reach(servers, watch, seat)
-        self._seat = seat
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if len(replica.optimizers) > 1:

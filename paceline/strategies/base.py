@@ -98,6 +98,9 @@ class Served(Strategy, Protocol):
     """Workers meet at servers. `reach` comes before `attach`, main calls `lay` before the first step, and all `begin` behind
     that."""
 
+    waits: dict[int, float]
+    """Seconds that this worker has waited at servers, by the worker for whom."""
+
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...
     def begin(self) -> None: ...

@@ -72,6 +72,7 @@ class FreeRunning:
         self._pulled = False
         self._told_s = self._spent_s = 0.0
         self._staleness: dict[int, int] = {}
+        self.waits: dict[int, float] = {}
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._seat, self._holders = seat, Holders(servers)
@@ -145,6 +146,8 @@ class FreeRunning:
         turn = Turn(self._seat.worker, self._stretch, want, list(delivered), stop, written, leaves)
         turned: Turned = self._ask(turn).message
         self._gone = turned.gone
+        for slowest, seconds in turned.waited.items():
+            self.waits[slowest] = self.waits.get(slowest, 0.0) + seconds
         return turned
 
     def take(self, number: int, weight: float, count: int) -> None:

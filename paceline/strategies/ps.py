@@ -56,6 +56,7 @@ class ParameterServers(AllReduce):
         self._pristine: dict[int, list[torch.Tensor]] = {}
         """The gradients of each point that was looked at, as they came."""
         self._flat = False
+        self._seat = seat
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._tables = tables_of(replica.models)
@@ -153,6 +154,10 @@ class ParameterServers(AllReduce):
         self._rows.send()
         rows = super().commit(point, key, lanes)
         self._rows.met(self._sums.divisors[point.call])
+        members = self._seat.view().members
+        while self._served.waits:
+            rank, seconds = self._served.waits.popitem()
+            self.waits[members[rank]] = self.waits.get(members[rank], 0.0) + seconds
         return rows
 
     def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:

@@ -29,6 +29,8 @@ from paceline.tensors.tree import Plan
 _SYNC, _SHIP = 211, 212
 _PLACE = struct.Struct("<qqq")
 _NOBODY = View(0, ())
+NEW = -(1 << 62)
+"""Meetings that a newcomer has completed, until it is told how many the others have."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Past:
 
     def __init__(self) -> None:
         self.completed = 0
-        """Meetings that it has completed, from the run's start on; -1 for a newcomer that comes in where the others are."""
+        """Meetings that it has completed, from the run's start on; NEW for a newcomer that comes in where the others are."""
         self.opened = 0
         """The term in which it has opened the reduce point that comes next; 0: it has not."""
         self.last = Met()
@@ -112,13 +114,13 @@ class Past:
         """
         said = [_PLACE.unpack(raw) for raw in peers.gather(_SYNC, _PLACE.pack(self.completed, self.opened, term))]
         newest = max(completed for completed, _, _ in said)
+        if self.completed == NEW:
+            self.completed = newest
         ahead = [rank for rank, (completed, _, _) in enumerate(said) if completed == newest]
-        if any(completed == newest - 1 >= 0 for completed, _, _ in said):
+        if any(completed == newest - 1 for completed, _, _ in said):
             shipped = peers.gather(_SHIP, bytes(self.last.pack()) if peers.rank == ahead[0] else b"")[ahead[0]]
             if self.completed == newest - 1:
                 self.complete(Met.unpack(memoryview(shipped), peers.device))
-        if self.completed < 0:
-            self.completed = newest
         if self.completed < newest:
             raise OutrunError(f"workers are more than one meeting apart: {said}", max(said[rank][2] for rank in ahead))
         terms = {said[rank][1] for rank in ahead} - {0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +84,10 @@ class _Story:
         self.copies = max(self.copies, event["copies"])
 
 
-def servers_of(events: Iterable[dict[str, Any]]) -> list[list[Row]]:
-    """Tables: how many there were, each with what it held last, each failover. None, if there were no servers."""
+def servers_of(events: Iterable[dict[str, Any]], loads: Mapping[str, Mapping[str, Any]] = {}) -> list[list[Row]]:
+    """Tables: how many there were, each with what it held last, each failover. None, if there were no servers.
+
+    `loads`: what each has done, as the summary has it."""
     start, story = 0.0, _Story()
     for event in events:
         start = start or event["time"]
@@ -101,16 +103,28 @@ def servers_of(events: Iterable[dict[str, Any]]) -> list[list[Row]]:
         lost += f"; back to a checkpoint {story.rollbacks} time{'s' * (story.rollbacks != 1)}"
     count = len(story.servers)
     head: list[Row] = [(f"{count} server{'s' * (count != 1)}{lost}",)]
-    servers: list[Row] = [("server", "from", "to", "holds", "answers for", "end")]
-    servers += [_server_row(number, server, start) for number, server in sorted(story.servers.items())]
+    done = ("received", "sent", "calls", "CPU") if loads else ()
+    servers: list[Row] = [("server", "from", "to", "holds", "answers for", *done, "end")]
+    servers += [
+        _server_row(number, server, start, _load_words(loads.get(str(number))) if loads else ())
+        for number, server in sorted(story.servers.items())
+    ]
     failovers: list[Row] = [("failover", "at", "copies took over", "replacement", "all copies again")]
     failovers += [_failover_row(failover, start) for failover in story.failovers]
     return [head, servers, failovers] if story.failovers else [head, servers]
 
 
-def _server_row(number: int, server: _Server, start: float) -> Row:
+def _server_row(number: int, server: _Server, start: float, done: Row) -> Row:
     to = "" if server.ended is None else f"{server.ended - start:.1f} s"
-    return (str(number), f"{server.began - start:.1f} s", to, words(server.holds), words(server.leads), server.end)
+    held = words(server.holds), words(server.leads)
+    return (str(number), f"{server.began - start:.1f} s", to, *held, *done, server.end)
+
+
+def _load_words(load: Mapping[str, Any] | None) -> Row:
+    """Nothing is known of one that was lost with the coordinator's machine."""
+    if load is None:
+        return ("", "", "", "")
+    return (words(load["received"]), words(load["sent"]), f"{load['calls']:,}", f"{load['cpu_s']:.1f} s")
 
 
 def _failover_row(failover: _Failover, start: float) -> Row:

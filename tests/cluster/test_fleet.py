@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.cluster.answering import _placed
-from paceline.cluster.fleet import Fleet
+from paceline.cluster.fleet import Address, Fleet
 from paceline.cluster.journal import Journal
 
 Word = tuple[int, dict[int, int]]
@@ -26,6 +26,8 @@ class Servers(RuleBasedStateMachine):
         super().__init__()
         self.fleet = Fleet()
         self.alive: set[int] = set()
+        self.homes: dict[int, int] = {}
+        """The machine of each server."""
         self.dead: set[int] = set()
         self.fragments = 0
         self.done: list[int] = []
@@ -76,10 +78,11 @@ class Servers(RuleBasedStateMachine):
     # what happens
 
     @precondition(lambda self: not self.over)
-    @rule()
-    def a_server_is_ready(self) -> None:
+    @rule(machine=st.integers(0, 2))
+    def a_server_is_ready(self, machine: int = 0) -> None:
         self.alive.add(self.newest)
-        self.fleet.came(self.newest, f"at {self.newest}")
+        self.homes[self.newest] = machine
+        self.fleet.came(self.newest, Address(f"at {self.newest}", machine=machine))
         self.newest += 1
         self.follow()
 
@@ -88,7 +91,7 @@ class Servers(RuleBasedStateMachine):
     def a_server_says_again_that_it_is_ready(self, data: st.DataObject) -> None:
         """The leader that heard it did not come to say so."""
         server, before = data.draw(st.sampled_from(sorted(self.alive))), self.fleet.number
-        self.fleet.came(server, f"at {server}")
+        self.fleet.came(server, Address(f"at {server}", machine=self.homes[server]))
         assert self.fleet.number == before
 
     @precondition(lambda self: self.dead)
@@ -96,7 +99,7 @@ class Servers(RuleBasedStateMachine):
     def a_dead_server_is_heard_to_be_ready(self, data: st.DataObject) -> None:
         """It was killed as it said so, and its end was seen first."""
         server, before = data.draw(st.sampled_from(sorted(self.dead))), self.fleet.number
-        self.fleet.came(server, f"at {server}")
+        self.fleet.came(server, Address(f"at {server}"))
         assert self.fleet.number == before and server not in self.fleet.addresses
 
     @precondition(lambda self: not self.over)
@@ -159,6 +162,15 @@ class Servers(RuleBasedStateMachine):
         assert len(staying) <= wanted and self.fleet.short(sorted(self.alive)) == wanted - len(staying)
 
     @precondition(lambda self: not self.over)
+    @rule(here=st.sets(st.integers(0, 2), min_size=1))
+    def machines_come_and_go(self, here: set[int]) -> None:
+        self.fleet.spread({server: self.homes[server] for server in self.alive}, here)
+        self.follow()
+        staying = [self.homes[server] for server in self.alive - {*self.fleet.leaving}]
+        assert {*staying} <= here
+        assert len(staying) <= 1 or max(map(staying.count, here)) <= -(-len(self.alive) // len(here))
+
+    @precondition(lambda self: not self.over)
     @rule()
     def who_holds_nothing_any_more_goes(self) -> None:
         idle = set(self.fleet.dismiss())
@@ -189,8 +201,8 @@ class Servers(RuleBasedStateMachine):
                 )
 
     @invariant()
-    def somebody_stays(self) -> None:
-        assert not self.going or self.alive - {*self.fleet.leaving}
+    def somebody_stays_or_is_started(self) -> None:
+        assert not self.going or self.alive - {*self.fleet.leaving} or self.fleet.short(sorted(self.alive))
 
     @invariant()
     def nothing_is_laid_on_who_is_not_there(self) -> None:
@@ -210,7 +222,7 @@ TestFleet = Servers.TestCase
 def three_servers(replicas: int = 2, fragments: int = 3) -> Fleet:
     fleet = Fleet(3, replicas)
     for server in range(3):
-        fleet.came(server, f"at {server}")
+        fleet.came(server, Address(f"at {server}"))
     fleet.sized([100] * fragments)
     return fleet
 
@@ -224,7 +236,7 @@ def test_a_room_that_is_asked_for_later_gets_fragments_behind_those_that_are_the
     fleet.sized([9], "keys")
     assert fleet.rooms == {"parameters": (0, 2), "keys": (2, 4)} and fleet.placement is not None
     assert fleet.placement.copies[:2] == before.copies
-    placed = _placed(fleet)
+    placed = _placed(fleet, 0)
     keys = placed.of("keys")
     assert keys.number == placed.number and keys.holders == placed.holders[2:] and len(keys.since) == 4
     assert all({*holders} == {1, 2} for holders in keys.holders), "and both of them begin with nothing, as a copy"
@@ -234,22 +246,22 @@ def test_a_room_that_is_asked_for_later_gets_fragments_behind_those_that_are_the
 
 def test_nothing_is_laid_out_before_all_servers_are_there_and_the_sizes_are_known() -> None:
     fleet = Fleet(2, 2)
-    fleet.came(0, "a")
+    fleet.came(0, Address("a"))
     fleet.sized([10, 10])
     assert fleet.number == 0 and fleet.placement is None
-    fleet.came(1, "b")
+    fleet.came(1, Address("b"))
     assert fleet.number == 1 and fleet.placement is not None
     assert [copies.whole for copies in fleet.placement.copies] == [{0, 1}, {0, 1}], "all begin with nothing"
 
 
 def test_a_server_that_dies_before_there_is_a_layout_is_waited_for_no_more() -> None:
     fleet = Fleet(2, 2)
-    fleet.came(0, "a")
+    fleet.came(0, Address("a"))
     assert fleet.died(0)
     fleet.sized([10, 10])
-    fleet.came(1, "b")
+    fleet.came(1, Address("b"))
     assert fleet.number == 0
-    fleet.came(2, "c")
+    fleet.came(2, Address("c"))
     assert fleet.number == 1 and fleet.placement is not None
     assert all(set(copies.holders) == {1, 2} for copies in fleet.placement.copies)
 
@@ -260,7 +272,7 @@ def test_one_copy_only_and_its_server_dies() -> None:
 
 def test_the_last_server_dies() -> None:
     fleet = Fleet(1, 2)
-    fleet.came(0, "a")
+    fleet.came(0, Address("a"))
     fleet.sized([10])
     assert not fleet.died(0)
 
@@ -282,7 +294,7 @@ def test_what_a_primary_filled_before_another_one_took_over_does_not_count() -> 
     assert fleet.placement is not None
     primary, second, third = fleet.placement.copies[0].holders
     assert fleet.died(third)
-    fleet.came(3, "at 3")
+    fleet.came(3, Address("at 3"))
     word = 3, {0: fleet.since[0][3]}
     assert fleet.died(primary)
     fleet.filled(*word)
@@ -294,14 +306,14 @@ def test_what_a_primary_filled_before_another_one_took_over_does_not_count() -> 
 def test_a_layout_says_what_each_server_holds_and_how_many_copies_there_are() -> None:
     fleet = Fleet(wanted=2, replicas=2)
     for server in (0, 1):
-        fleet.came(server, f"address {server}")
+        fleet.came(server, Address(f"address {server}"))
     fleet.sized([100, 60])
     first = fleet.described()
     assert first["bytes"] == {0: 160, 1: 160} and sorted(first["leads"].values()) == [60, 100]
     assert (first["layout"], first["copies"]) == (1, 2)
     assert fleet.died(1)
     assert fleet.described() == {"layout": 2, "bytes": {0: 160}, "leads": {0: 160}, "copies": 1}
-    fleet.came(2, "address 2")
+    fleet.came(2, Address("address 2"))
     assert fleet.described()["copies"] == 1, "its copies are not filled yet"
     fleet.filled(2, {fragment: since[2] for fragment, since in enumerate(fleet.since)})
     assert fleet.described()["copies"] == 2 and fleet.described()["bytes"] == {0: 160, 2: 160}
@@ -320,7 +332,7 @@ def test_a_newcomer_that_was_asked_for_gets_its_part() -> None:
     fleet = three_servers(fragments=12)
     fleet.scale(4, [0, 1, 2])
     assert fleet.short([0, 1, 2]) == 1 and not fleet.settled
-    fleet.came(3, "at 3")
+    fleet.came(3, Address("at 3"))
     fill_all(fleet)
     assert fleet.settled and fleet.described()["leads"] == {0: 300, 1: 300, 2: 300, 3: 300}
     assert fleet.described()["copies"] == 2 and fleet.dismiss() == []
@@ -333,7 +345,7 @@ def test_who_is_to_go_holds_what_it_has_until_others_do() -> None:
     fill_all(fleet)
     assert fleet.dismiss() == [1, 2] and fleet.settled
     assert fleet.described()["bytes"] == {0: 600}
-    fleet.came(2, "at 2")
+    fleet.came(2, Address("at 2"))
     assert list(fleet.addresses) == [0], "it was heard late"
 
 
@@ -349,5 +361,34 @@ def test_who_is_still_starting_goes_first_and_at_once() -> None:
     fleet.scale(4, [0, 1, 2])
     fleet.scale(3, [0, 1, 2, 3])
     assert fleet.dismiss() == [3]
-    fleet.came(3, "at 3")
+    fleet.came(3, Address("at 3"))
     assert sorted(fleet.addresses) == [0, 1, 2]
+
+
+def test_servers_follow_the_machines() -> None:
+    """Copies are on two machines as soon as there are two; nothing is let go of before it is elsewhere."""
+    fleet = Fleet(2, 2)
+    fleet.came(0, Address("unix-0", "tls-0", machine=0))
+    fleet.came(1, Address("unix-1", "tls-1", machine=0))
+    fleet.sized([100] * 4)
+    fleet.spread({0: 0, 1: 0}, [0, 1])
+    assert fleet.leaving == [1] and fleet.short([0, 1]) == 1 and fleet.dismiss() == []
+    fleet.came(2, Address("unix-2", "tls-2", machine=1))
+    fill_all(fleet)
+    assert fleet.dismiss() == [1] and fleet.settled and fleet.described()["copies"] == 2
+    assert _placed(fleet, 0).addresses == {0: "unix-0", 2: "tls-2"}
+    assert _placed(fleet, 1).addresses == {0: "tls-0", 2: "unix-2"}
+    fleet.spread({0: 0, 2: 1}, [1])
+    assert fleet.leaving == [0] and fleet.dismiss() == [], "and machine 0 goes when its part is at another one"
+
+
+def test_all_servers_are_on_a_machine_that_goes() -> None:
+    fleet = three_servers()
+    fleet.spread(dict.fromkeys(range(3), 0), [1])
+    assert fleet.leaving == [0, 1, 2] and fleet.short([0, 1, 2]) == 3 and fleet.dismiss() == []
+    assert fleet.died(2), "they hold what they hold meanwhile, and any of them may die"
+    for server in (3, 4, 5):
+        fleet.came(server, Address(f"at {server}", machine=1))
+    fleet.spread(dict.fromkeys((0, 1), 0) | dict.fromkeys((3, 4, 5), 1), [1])
+    fill_all(fleet)
+    assert sorted(fleet.dismiss()) == [0, 1] and fleet.settled

@@ -86,14 +86,23 @@ class Spread(Going):
             time.sleep(0.005)
         return found
 
+    def every(self, name: str, **fields: Any) -> list[dict[str, Any]]:
+        return [e for e in self.lines("events.jsonl") if {"event": name, **fields}.items() <= e.items()]
+
     def workers_on(self, machine: int) -> dict[int, int]:
         """Workers that were started there and have not ended, with their processes."""
+        return self._on(machine, "worker")
+
+    def servers_on(self, machine: int) -> dict[int, int]:
+        return self._on(machine, "server")
+
+    def _on(self, machine: int, role: str) -> dict[int, int]:
         events = self.lines("events.jsonl")
-        ended = {event["worker"] for event in events if event["event"] == "worker ended"}
+        ended = {event[role] for event in events if event["event"] == f"{role} ended"}
         return {
-            event["worker"]: event["pid"]
+            event[role]: event["pid"]
             for event in events
-            if event["event"] == "worker started" and event["machine"] == machine and event["worker"] not in ended
+            if event["event"] == f"{role} started" and event["machine"] == machine and event[role] not in ended
         }
 
     def agents_of(self, machine: int) -> list[int]:
@@ -113,7 +122,8 @@ class Spread(Going):
         """Everything on it at once, as if its power were cut."""
         log = f"nursery-{machine}.log" if machine else "nursery.log"
         rest = [pid for pid in processes_of(self.folder) if log.encode() in _command_of(pid)]
-        for pid in (*self.agents_of(machine), *rest, *self.workers_on(machine).values()):
+        trained = (*self.workers_on(machine).values(), *self.servers_on(machine).values())
+        for pid in (*self.agents_of(machine), *rest, *trained):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ def test_staleness_stays_within_its_bound_beside_a_worker_that_is_four_times_slo
     staleness = {int(k): count for k, count in done.summary["staleness"].items()}
     assert max(staleness) == 2, staleness
     assert sum(staleness.values()) >= STEPS * 4
+    waits = done.summary["waits"]
+    assert any(of.get("2", 0.0) > 0.0 for of in waits.values()), f"the slow one was waited for: {waits}"
+    assert not any(worker in of for worker, of in waits.items()), f"nobody waits for itself: {waits}"
+    pushed = 4 * 5000 * 8 * STEPS * 4  # at the least: each push goes to one server
+    assert sum(load["received"] for load in done.summary["by_server"].values()) > pushed
+    shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert re.search(r"staleness +pulls\n0 .*#\n1 .*\n2 ", shown) and re.search(r"waited for .*worker 2", shown), shown
 
 
 def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint_with_others(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.answering import _placed
-from paceline.cluster.fleet import Fleet
+from paceline.cluster.fleet import Address, Fleet
 from paceline.cluster.messages import Placed
 from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.copying import Copying
@@ -130,7 +130,7 @@ class World:
 
     def _now(self) -> Placed:
         """As it goes over the wire."""
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(_placed(self.fleet)), type=Placed)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(_placed(self.fleet, 0)), type=Placed)
 
     def _start(self) -> None:
         number = len(self._knows)
@@ -145,7 +145,7 @@ class World:
         self._filling.append(thread)
         thread.start()
         with self._changed:
-            self.fleet.came(number, str(number))
+            self.fleet.came(number, Address(str(number)))
             self._changed.notify_all()
 
     def _keep_filling(self, number: int) -> None:

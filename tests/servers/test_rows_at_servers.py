@@ -20,7 +20,7 @@ from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
 from tests.servers.shelves import PATIENCE_S, World
-from tests.servers.test_shelf import Nobody, stacks
+from tests.servers.test_shelf import Nobody, seat, stacks
 from tests.tensors.together import Member, Table
 
 __all__ = ["stacks"]
@@ -49,8 +49,7 @@ class Net(nn.Module):
 class Worker:
     def __init__(self, servers: Directory, peers: Any) -> None:
         self.strategy, self.peers, self.model = ParameterServers(), peers, Net()
-        # Of its seat this strategy needs nothing.
-        self.strategy.reach(servers, Nobody(), None)  # type: ignore[arg-type]
+        self.strategy.reach(servers, Nobody(), seat(peers.rank, peers.size, LEAVES))
         replica = Replica(CPU)
         replica.add_model(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)

@@ -34,6 +34,16 @@ class Heard(msgspec.Struct, tag=True, frozen=True):
     name: str
 
 
+class Counts:
+    """What a server moves, by call."""
+
+    def __init__(self) -> None:
+        self.of: list[tuple[int, int]] = []
+
+    def __call__(self, received: int, sent: int) -> None:
+        self.of.append((received, sent))
+
+
 class House:
     """A server under every kind of address, and what its handler does."""
 
@@ -41,6 +51,7 @@ class House:
         self.go_on = threading.Event()
         self.waiting = threading.Semaphore(0)
         self.callers: list[Caller] = []
+        self.counts = Counts()
         self.sent: list[str] = []
         unix, tcp = f"paceline-test-{secrets.token_hex(8)}", wire.listen_tcp()
         secured = wire.listen_tcp()
@@ -51,8 +62,8 @@ class House:
             "tls": f"tls://127.0.0.1:{secured.getsockname()[1]}",
         }
         self._servers = [
-            Serving([wire.listen(unix), tcp], SECRET, Say | Wait, self.handle),
-            Serving([secured], SECRET, Say | Wait, self.handle, identity),
+            Serving([wire.listen(unix), tcp], SECRET, Say | Wait, self.handle, meter=self.counts),
+            Serving([secured], SECRET, Say | Wait, self.handle, identity, self.counts),
         ]
 
     def handle(self, caller: Caller, message: Any, body: memoryview) -> Answer | tuple[msgspec.Struct, list[bytes]]:
@@ -100,6 +111,8 @@ def test_a_call_is_answered(line: Line, house: House) -> None:
     reply = line.call(Say("hello"), b"some ", b"bytes").result(PATIENCE_S)
     assert reply.message == Heard("hello", "worker 3") and bytes(reply.body) == b"some bytes"
     assert [caller.name for caller in house.callers] == ["worker 3"]
+    heads = (len(msgspec.msgpack.encode(said)) for said in (Say("hello"), reply.message))
+    assert house.counts.of == [tuple(head + len(b"some bytes") for head in heads)]
 
 
 def test_a_large_body_comes_back(line: Line) -> None:

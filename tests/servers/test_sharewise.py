@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.membership import View
-from paceline.data.receipts import Tally
 from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.clocks import BEHIND
@@ -27,12 +25,12 @@ from paceline.state.hash import weights_sha256
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.backup import Backups
-from paceline.strategies.base import Point, Seat
+from paceline.strategies.base import Point
 from paceline.tensors.peers import Alone, SharesWanted
 from paceline.tensors.tree import Plan
 from tests.servers.shelves import PATIENCE_S, World
 from tests.servers.test_held import Script, say
-from tests.servers.test_shelf import Nobody, stacks
+from tests.servers.test_shelf import Nobody, seat, stacks
 from tests.tensors.arithmetic import bits
 from tests.tensors.together import Member, Table
 
@@ -215,10 +213,6 @@ def undisturbed() -> list[str]:
     return worker.weights
 
 
-def seat(rank: int, count: int) -> Seat:
-    return Seat(rank, LEAVES, list, lambda: None, lambda: View(1, tuple(range(count))), lambda leaf: Tally(2, 1, leaf))
-
-
 def none(worker: Worker, rank: int) -> None:
     worker.strategy.twice = {}  # type: ignore[attr-defined]
 
@@ -245,7 +239,7 @@ def _trained(world: World, count: int, prepare: Callable[[Worker, int], None]) -
     def work(rank: int) -> None:
         try:
             strategy = Doubling("ps+backup:1")
-            strategy.reach(world, Nobody(), seat(rank, count))  # type: ignore[arg-type]
+            strategy.reach(world, Nobody(), seat(rank, count, LEAVES))  # type: ignore[arg-type]
             workers[rank] = Worker(strategy, Member(table, rank))
             prepare(workers[rank], rank)
             workers[rank].train()
@@ -363,7 +357,7 @@ def test_the_bits_of_all_reduce_where_workers_carry_several_slots(count: int, un
 
 def lone() -> Worker:
     strategy = Backups("ps+backup:1")
-    strategy.reach(OwnServer(Shelf()), Nobody(), seat(0, 1))  # type: ignore[arg-type]
+    strategy.reach(OwnServer(Shelf()), Nobody(), seat(0, 1, LEAVES))  # type: ignore[arg-type]
     return Worker(strategy, Alone(CPU))
 
 
@@ -386,7 +380,7 @@ def test_a_second_optimizer_step_is_refused() -> None:
 
 def test_several_optimizers_are_refused() -> None:
     strategy, replica, model = Backups("ps+backup:1"), Replica(CPU), Net()
-    strategy.reach(OwnServer(Shelf()), Nobody(), seat(0, 1))  # type: ignore[arg-type]
+    strategy.reach(OwnServer(Shelf()), Nobody(), seat(0, 1, LEAVES))  # type: ignore[arg-type]
     replica.add_model(model)
     replica.optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.second)]
     with pytest.raises(UsageError, match=r"--strategy ps\+backup:1 takes one optimizer"):

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.membership import View
 from paceline.cluster.messages import Placed
+from paceline.data.receipts import Tally
 from paceline.replica import Replica
 from paceline.servers.messages import Apply, Asked, Copy, Done, Drawing, Lay, Moved, Outline, Pull, Summed
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.base import Point
+from paceline.strategies.base import Point, Seat
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
@@ -119,6 +121,10 @@ def undisturbed() -> list[str]:
     return worker.weights
 
 
+def seat(rank: int, count: int, slots: int) -> Seat:
+    return Seat(rank, slots, list, lambda: None, lambda: View(1, tuple(range(count))), lambda leaf: Tally(2, 1, leaf))
+
+
 def together(world: World, count: int) -> list[Worker]:
     table = Table(count)
     table.barrier = threading.Barrier(count, timeout=PATIENCE_S)
@@ -128,7 +134,7 @@ def together(world: World, count: int) -> list[Worker]:
     def work(rank: int) -> None:
         try:
             strategy = ParameterServers()
-            strategy.reach(world, Nobody(), None)  # type: ignore[arg-type]
+            strategy.reach(world, Nobody(), seat(rank, count, slots=6))  # type: ignore[arg-type]
             worker = Worker(strategy, Member(table, rank))
             workers.append(worker)
             worker.train()

@@ -38,6 +38,8 @@ class Script:
     points: tuple[int, ...] = (4,)
     evaluates: bool = False
     sparse: bool = False
+    hands_over: bool = False
+    """Newcomers get the state where all wait for it, as where parameters are at servers."""
 
     @staticmethod
     def drawn(draw: random.Random, fewest: int, most: int) -> Script:
@@ -67,16 +69,16 @@ class Row:
 class Session:
     """The parts of a session that terms and steppers use, over a simulated world; or alone, without one."""
 
-    slower, at, device, joining, apart = 1.0, "", CPU, False, False
+    slower, at, device, joining, apart, hands_over = 1.0, "", CPU, False, False, True
 
-    def __init__(self, world: World | None, worker: int, slots: int) -> None:
+    def __init__(self, world: World | None, worker: int, slots: int, hands_over: bool = False) -> None:
         self._world, self.worker = world, worker
         self.settings = SimpleNamespace(slots=slots, seed=7)
         self.row, self.view = Row(), View(1, (0,))
         self.folder = SimpleNamespace(event=lambda *words, **facts: None)
         if world is not None:
             self.view = world.journal.views[1]
-            self.joining, self.apart = worker not in self.view.members, True
+            self.joining, self.apart, self.hands_over = worker not in self.view.members, True, hands_over
 
     @property
     def board(self) -> Any:
@@ -136,6 +138,18 @@ class Session:
             self.joining = False
         elif not self.joining:
             raise Departed
+        return self.view
+
+    def join(self) -> View:
+        assert self._world is not None
+        membership = self._world.journal.membership
+
+        def let_in() -> View | None:
+            pending = membership.pending
+            return pending if pending is not None and self.worker in pending.members else None
+
+        self._tell(lambda: membership.ready(self.worker), "is ready")
+        self.view, self.joining = self._ask(let_in, "waits to be let in"), False
         return self.view
 
     def donor(self) -> Inlet:
@@ -272,7 +286,7 @@ def live(script: Script, results: dict[int, Result]) -> Callable[[World, int], N
     """A worker's life in the simulated run. Who is done stays until all are: others may need what it has."""
 
     def of(world: World, number: int) -> None:
-        session = Session(world, number, script.points[0])
+        session = Session(world, number, script.points[0], script.hands_over)
         worker = Worker(session, script)
         results[number] = worker.train()
         if session.joining:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.cluster.journal import Journal
 from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start
-from paceline.errors import Departed, OvertakenError
+from paceline.errors import Departed, OvertakenError, PeerLostError
 
 _PATIENCE_S = 30.0
 
@@ -48,7 +48,7 @@ class Actor:
         self.ends: Callable[[], bool] = lambda: False
         self.doing = "starting"
         self.noticed = self.killed = self.over = self.left = self.lingers = False
-        self.overtaken: OvertakenError | None = None
+        self.overtaken: OvertakenError | PeerLostError | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -62,7 +62,7 @@ class Actor:
             pass
         except Departed:
             self.left = True
-        except OvertakenError as error:
+        except (OvertakenError, PeerLostError) as error:
             self.overtaken = error
         except BaseException as error:  # noqa: BLE001  the world raises it again
             self.error = error

@@ -43,6 +43,14 @@ def test_servers_that_all_live() -> None:
     ]
 
 
+def test_what_each_has_done_stands_beside_it() -> None:
+    loads = {"1": {"calls": 1200, "received": 2048, "sent": 5 << 20, "cpu_s": 1.26}}
+    _, servers = servers_of(BEGINS, loads)
+    assert servers[0] == ("server", "from", "to", "holds", "answers for", "received", "sent", "calls", "CPU", "end")
+    assert servers[1] == ("0", "1.0 s", "", "3 KiB", "1 KiB", "", "", "", "", "")
+    assert servers[2] == ("1", "1.1 s", "", "3 KiB", "2 KiB", "2 KiB", "5 MiB", "1,200", "1.3 s", "")
+
+
 def test_a_failover_lasts_until_there_are_as_many_copies_as_before() -> None:
     head, servers, failovers = servers_of(
         [
