@@ -30,12 +30,13 @@ from benchmarks.statistics import median_ratio
 from benchmarks.turns import Side
 from paceline.servers import kv
 from paceline.servers.calling import Lines, dial
+from paceline.tensors import lending
 from paceline.tensors.channel import memory_of
 from paceline.tensors.streamed import tune
 
 MODES = ("push_then_pull", "push_pull", "push")
 LIMITS = {"shared": 0.45, "tcp": 0.85}
-CONNECTIONS = {"shared": 1, "tcp": 2}
+CONNECTIONS = {"shared": 1, "tcp": 1}
 """By two, one fragment is added while another one still comes."""
 RIVAL_LIMIT = 3.0
 WARM = 3
@@ -49,7 +50,8 @@ class Work:
         self.mode, self.fragments, self.floats = mode, fragments, nbytes // 4 // fragments
         self.nbytes = self.floats * 4 * fragments
         self.moved = self.nbytes if mode == "push" else 2 * self.nbytes
-        self.out, self.into = (torch.ones(fragments, self.floats) for _ in range(2))
+        self.out = lending.empty((fragments, self.floats), torch.float32).fill_(1)
+        self.into = torch.ones(fragments, self.floats)
         self._copies = torch.ones(fragments, self.floats)
 
     def copy(self) -> None:

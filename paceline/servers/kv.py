@@ -20,6 +20,7 @@ import torch
 
 from paceline.servers.calling import Lines, Reply
 from paceline.servers.serving import Answer, Caller
+from paceline.tensors import lending
 from paceline.tensors.channel import memory_of
 
 _LONGEST_KEY = 200
@@ -185,7 +186,7 @@ class Store:
         with self._lock:
             entry = self._entries.get(push.key)
             if entry is None:
-                first, second = (_Memory(torch.empty(push.shape, dtype=DTYPES[push.dtype])) for _ in range(2))
+                first, second = (_Memory(lending.empty(push.shape, DTYPES[push.dtype])) for _ in range(2))
                 entry = self._entries[push.key] = _Entry(push.key, push.dtype, push.shape, first, second)
         with entry.lock:
             entry.match(push)

@@ -79,11 +79,7 @@ def attend(channel: Channel, caller: Caller, expected: wire.Decoder, handle: Han
             answer = Answer(Refusal(str(error)[:_LONGEST]))
         del body
         channel.release()  # now, not at the next call: the caller may be sending that already
-        try:
-            channel.send(msgspec.msgpack.encode(answer.message), *answer.buffers)
-        finally:
-            if answer.sent is not None:
-                answer.sent()
+        channel.send(msgspec.msgpack.encode(answer.message), *answer.buffers, taken=answer.sent)
 
 
 class _Connection:
