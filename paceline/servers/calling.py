@@ -19,7 +19,7 @@ import numpy as np
 from paceline.cluster import wire
 from paceline.servers.serving import Opening, Refusal
 from paceline.tensors import sharing
-from paceline.tensors.channel import BadMessage, Buffer, Channel, ChannelEnded, ChannelError, answered, prefix
+from paceline.tensors.channel import BadMessage, Buffer, Channel, ChannelEnded, ChannelError, left_alone, prefix
 from paceline.tensors.streamed import StreamChannel
 
 UNDER_WAY = 64 << 20
@@ -85,7 +85,7 @@ class Line:
         with self._order:
             if self._begin(call):
                 try:
-                    self._channel.send(head, *buffers, taken=answered)
+                    self._channel.send(head, *buffers, taken=left_alone)
                 except ChannelError as error:
                     self._end(error)
                 except BaseException:

@@ -79,8 +79,9 @@ def lend(head: bytes, nbytes: int) -> None:
     """The `Place` of one who wants to have every body lent."""
 
 
-def answered() -> None:
-    """The `taken` of one who leaves the buffers as they are until what he sends is answered."""
+def left_alone() -> None:
+    """The `taken` of one who leaves the buffers as they are for as long as anybody may read them, and needs not be told:
+    until a call is answered, say."""
 
 
 class Channel(Protocol):

@@ -89,9 +89,7 @@ class _Blocks:
                 at = bisect_right(self._starts, block.start)
                 self._starts.insert(at, block.start)
                 self._blocks.insert(at, block)
-                left, self._open = self._open, block
-                if left is not None:
-                    self._drop_unused(left)
+                self._open = block
             memory = (ctypes.c_ubyte * nbytes).from_address(block.start + block.used)
             block.used, block.stretches = block.used + aligned(nbytes), block.stretches + 1
         weakref.finalize(memory, self._give_back, block).atexit = False
@@ -100,10 +98,10 @@ class _Blocks:
     def _give_back(self, block: Block) -> None:
         with self._lock:
             block.stretches -= 1
-            self._drop_unused(block)
-
-    def _drop_unused(self, block: Block) -> None:
-        if not block.stretches and block is not self._open:
+            if block.stretches:
+                return
+            if block is self._open:
+                self._open = None
             at = self._blocks.index(block)
             del self._starts[at], self._blocks[at]
             block.close()
@@ -132,6 +130,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         except (OSError, ResourceError):  # no descriptor, no such seal: then its bodies are copied
             pass
     return torch.empty(shape, dtype=dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return empty(shape, dtype).zero_()
 
 
 def place_of(body: memoryview) -> Spot | None:

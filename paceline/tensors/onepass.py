@@ -125,9 +125,7 @@ def _supported() -> bool:
     return True
 
 
-def machine_code(
-    steps: Sequence[Step], sources: int, outs: int, dtype: torch.dtype, scaling: int | None
-) -> bytes:
+def machine_code(steps: Sequence[Step], sources: int, outs: int, dtype: torch.dtype, scaling: int | None) -> bytes:
     """A function (rdi: the addresses of sources and outs, rsi: how many bytes each has, rdx: the scale, if there is one)."""
     packed = _PACKED[dtype]
     line = b"".join(_sum_of_half_a_line(steps, packed, scaling, half) for half in (0, 1))

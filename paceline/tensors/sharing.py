@@ -40,9 +40,9 @@ from paceline.tensors.channel import (
     Spare,
     Taken,
     TornMessage,
-    answered,
     byte_views,
     ending_with,
+    left_alone,
     lend,
     lengths,
     placed,
@@ -174,7 +174,7 @@ class SharedChannel:
                 taken()
                 raise
             self._unreturned.append(_Away(0, taken))
-            self._lent_out += taken is not answered
+            self._lent_out += taken is not left_alone
             self._lender.send(self._socket, as_lent(words), spot)
 
     @contextlib.contextmanager
@@ -209,7 +209,7 @@ class SharedChannel:
 
     def _done_with(self, away: _Away) -> None:
         if away.taken is not None:
-            self._lent_out -= away.taken is not answered
+            self._lent_out -= away.taken is not left_alone
             away.taken()
 
     def _see_returns(self) -> None:
