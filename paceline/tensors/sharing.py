@@ -6,6 +6,9 @@ it to where it belongs, and both are at work at the same time. Nothing but a wak
     the channel's socket   ──▶ lengths and head, with which the first chunk is there; a byte for each further one
     the socket of returns  ◀── a byte for each chunk that may be overwritten, the oldest first
 
+A body in memory of `lending` does not go through the ring: behind its head it is said where it lies, and it counts as a chunk
+that takes nothing of the ring.
+
 Lengths follow from the body's, so nothing that could be wrong is read from memory that the other side can write.
 All waiting is in `recv`: a death is the end of a stream, at once. Bodies begin on a 64-byte boundary.
 """
@@ -223,7 +226,13 @@ class SharedChannel:
             if self._socket.fileno() in ready or not self._sending.acquire(blocking=False):
                 return
             try:
-                self._take_back(self._returns.recv(_SLOTS))
+                # Somebody may have sent in between, and have seen them; an end is for the reader to find.
+                returned = b""
+                with contextlib.suppress(OSError):
+                    returned = self._returns.recv(_SLOTS, socket.MSG_DONTWAIT)
+                if not returned:
+                    return
+                self._take_back(returned)
             finally:
                 self._sending.release()
 
