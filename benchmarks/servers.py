@@ -67,18 +67,19 @@ class Work:
 @contextmanager
 def ours(work: Work, carrier: str) -> Iterator[Callable[[], None]]:
     """A round with our server; what comes back is looked at once, at the end."""
+    out = work.out if carrier == "shared" else work.plain
     with started("server", carrier) as (address, secret):
         lines = Lines([dial(address, secret, "worker") for _ in range(CONNECTIONS[carrier])], kv.Replies)
         keys = kv.Keys(lines)
         names = [f"fragment-{number}" for number in range(work.fragments)]
-        for name, values in zip(names, work.out, strict=True):
+        for name, values in zip(names, out, strict=True):
             keys.push(name, torch.zeros_like(values), "assign").result()
         rounds = 0
 
         def play() -> None:
             nonlocal rounds
             rounds += 1
-            triples = list(zip(names, work.out, work.into, strict=True))
+            triples = list(zip(names, out, work.into, strict=True))
             if work.mode == "push_pull":
                 futures = [keys.push_pull(name, values, into=into) for name, values, into in triples]
             else:
@@ -135,7 +136,7 @@ def compare(work: Work, carrier: str, repeat: int) -> bool:
     what = "copying" if carrier == "shared" else "a bare socket"
     verdict = "holds" if low >= LIMITS[carrier] else "MISSED"
     print(
-        f"{carrier}{' (plain memory)' if work.out is work.plain else ''}, {work.mode}, {work.nbytes / 1e6:.0f} MB in {work.fragments} fragments, {repeat} rounds: "
+        f"{carrier}{' from plain memory' if carrier == 'shared' and work.out is work.plain else ''}, {work.mode}, {work.nbytes / 1e6:.0f} MB in {work.fragments} fragments, {repeat} rounds: "
         f"p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms, goodput {work.moved * repeat / sum(mine) / 1e9:.2f} GB/s; "
         f"{what} {sorted(theirs)[len(theirs) // 2] * 1e3:.2f} ms, ratio {ratio:.3f} [{low:.3f}, {high:.3f}]  "
         f"limit {LIMITS[carrier]}: {verdict}",
