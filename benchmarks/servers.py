@@ -6,7 +6,8 @@
 
 Through shared memory it is compared with copying the same bytes once in and once out in this process, on one core;
 over TCP with a bare socket to another process over which the same bytes go both ways, in the same order. Both are
-measured between the rounds of the server. `--rivals` sets torch RPC, and a Ray actor where Ray is installed, beside
+measured between the rounds of the server. What is pushed lies in memory that is lent (`tensors/lending.py`), as that of
+the strategies does; with `--plain` anywhere, as a script's own tensors, and goes through a ring. `--rivals` sets torch RPC, and a Ray actor where Ray is installed, beside
 it on the same work. `--noise N` sends N messages of noise to a server instead. Ends with 1 if a limit is missed.
 """
 
@@ -30,12 +31,13 @@ from benchmarks.statistics import median_ratio
 from benchmarks.turns import Side
 from paceline.servers import kv
 from paceline.servers.calling import Lines, dial
+from paceline.tensors import lending
 from paceline.tensors.channel import memory_of
 from paceline.tensors.streamed import tune
 
 MODES = ("push_then_pull", "push_pull", "push")
 LIMITS = {"shared": 0.45, "tcp": 0.85}
-CONNECTIONS = {"shared": 1, "tcp": 2}
+CONNECTIONS = {"shared": 2, "tcp": 2}
 """By two, one fragment is added while another one still comes."""
 RIVAL_LIMIT = 3.0
 WARM = 3
@@ -45,16 +47,17 @@ WARM = 3
 class Work:
     """What is pushed, and where what is pulled goes."""
 
-    def __init__(self, nbytes: int, fragments: int, mode: str) -> None:
+    def __init__(self, nbytes: int, fragments: int, mode: str, lent: bool = True) -> None:
         self.mode, self.fragments, self.floats = mode, fragments, nbytes // 4 // fragments
         self.nbytes = self.floats * 4 * fragments
         self.moved = self.nbytes if mode == "push" else 2 * self.nbytes
-        self.out, self.into = (torch.ones(fragments, self.floats) for _ in range(2))
-        self._copies = torch.ones(fragments, self.floats)
+        self.plain, self.into, self._copies = (torch.ones(fragments, self.floats) for _ in range(3))
+        self.out = lending.empty((fragments, self.floats), torch.float32).fill_(1) if lent else self.plain
+        """As strategies have what they push: in memory that a server of this machine reads where it lies."""
 
     def copy(self) -> None:
         """Once in and once out, by the fragment: torch copies these faster than libc does."""
-        for values, copy in zip(self.out, self._copies, strict=True):
+        for values, copy in zip(self.plain, self._copies, strict=True):
             copy.copy_(values)
         if self.mode != "push":
             for values, copy in zip(self._copies, self.into, strict=True):
@@ -64,18 +67,19 @@ class Work:
 @contextmanager
 def ours(work: Work, carrier: str) -> Iterator[Callable[[], None]]:
     """A round with our server; what comes back is looked at once, at the end."""
+    out = work.out if carrier == "shared" else work.plain
     with started("server", carrier) as (address, secret):
         lines = Lines([dial(address, secret, "worker") for _ in range(CONNECTIONS[carrier])], kv.Replies)
         keys = kv.Keys(lines)
         names = [f"fragment-{number}" for number in range(work.fragments)]
-        for name, values in zip(names, work.out, strict=True):
+        for name, values in zip(names, out, strict=True):
             keys.push(name, torch.zeros_like(values), "assign").result()
         rounds = 0
 
         def play() -> None:
             nonlocal rounds
             rounds += 1
-            triples = list(zip(names, work.out, work.into, strict=True))
+            triples = list(zip(names, out, work.into, strict=True))
             if work.mode == "push_pull":
                 futures = [keys.push_pull(name, values, into=into) for name, values, into in triples]
             else:
@@ -99,7 +103,7 @@ def bare(work: Work) -> Iterator[Callable[[], None]]:
     with started("bare", str(work.nbytes), work.mode) as (port, _):
         sock = socket.create_connection(("127.0.0.1", int(port)))
         tune(sock)
-        out, into = memory_of(work.out), memory_of(work.into)
+        out, into = memory_of(work.plain), memory_of(work.into)
 
         def play() -> None:
             sock.send(b"\1")
@@ -132,7 +136,7 @@ def compare(work: Work, carrier: str, repeat: int) -> bool:
     what = "copying" if carrier == "shared" else "a bare socket"
     verdict = "holds" if low >= LIMITS[carrier] else "MISSED"
     print(
-        f"{carrier}, {work.mode}, {work.nbytes / 1e6:.0f} MB in {work.fragments} fragments, {repeat} rounds: "
+        f"{carrier}{' from plain memory' if carrier == 'shared' and work.out is work.plain else ''}, {work.mode}, {work.nbytes / 1e6:.0f} MB in {work.fragments} fragments, {repeat} rounds: "
         f"p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms, goodput {work.moved * repeat / sum(mine) / 1e9:.2f} GB/s; "
         f"{what} {sorted(theirs)[len(theirs) // 2] * 1e3:.2f} ms, ratio {ratio:.3f} [{low:.3f}, {high:.3f}]  "
         f"limit {LIMITS[carrier]}: {verdict}",
@@ -169,7 +173,7 @@ def beside(work: Work, turns: int) -> bool:
         ratio, low, high = median_ratio(theirs[1:], mine[1:])
         good &= low >= RIVAL_LIMIT
         print(
-            f"{name}, {work.mode}: {sorted(theirs[1:])[turns // 2] * 1e3:.1f} ms against our "
+            f"{name}, {work.mode}{' from plain memory' if work.out is work.plain else ''}: {sorted(theirs[1:])[turns // 2] * 1e3:.1f} ms against our "
             f"{sorted(mine[1:])[turns // 2] * 1e3:.2f} ms, ratio {ratio:.1f} [{low:.1f}, {high:.1f}]  "
             f"limit {RIVAL_LIMIT}: {'holds' if low >= RIVAL_LIMIT else 'MISSED'}",
             flush=True,
@@ -185,6 +189,7 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=16)
     parser.add_argument("--carrier", choices=(*LIMITS, "all"), default="all")
     parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="push from memory that is not lent")
     parser.add_argument("--noise", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -194,7 +199,7 @@ def main() -> None:
         return
     good = True
     for mode in MODES if options.mode == "all" else [options.mode]:
-        work = Work(options.bytes, options.fragments, mode)
+        work = Work(options.bytes, options.fragments, mode, not options.plain)
         for carrier in LIMITS if options.carrier == "all" else [options.carrier]:
             good &= compare(work, carrier, options.repeat)
         if options.rivals:

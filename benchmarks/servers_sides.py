@@ -52,7 +52,7 @@ def server(carrier: str) -> None:
     else:
         listening = wire.listen_tcp()
         address = wire.tcp_address("127.0.0.1", listening.getsockname()[1])
-    serving = Serving([listening], secret, kv.Call, kv.Store().handle)
+    serving = Serving([listening], secret, kv.Call, kv.Store(lent=carrier == "shared").handle)
     print(address, flush=True)
     sys.stdin.read()
     serving.close()

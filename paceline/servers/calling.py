@@ -19,7 +19,7 @@ import numpy as np
 from paceline.cluster import wire
 from paceline.servers.serving import Opening, Refusal
 from paceline.tensors import sharing
-from paceline.tensors.channel import BadMessage, Buffer, Channel, ChannelEnded, ChannelError, prefix
+from paceline.tensors.channel import BadMessage, Buffer, Channel, ChannelEnded, ChannelError, left_alone, prefix
 from paceline.tensors.streamed import StreamChannel
 
 UNDER_WAY = 64 << 20
@@ -82,7 +82,7 @@ class Line:
         self._reader.start()
 
     def call(self, message: msgspec.Struct, *buffers: Buffer, into: memoryview | None = None) -> Future[Reply]:
-        """Waits until it is on its way; the buffers may be changed then. An answer's body goes to `into` if it is of
+        """Waits until it is on its way; the buffers may be changed then, those in memory of `lending` when it is answered. An answer's body goes to `into` if it is of
         that size, which is the answer's until then. A refusal is a RefusedError, a lost server a ConnectionError."""
         head = msgspec.msgpack.encode(message)
         call = _Call(sum(memoryview(buffer).nbytes for buffer in buffers), into)
@@ -90,7 +90,7 @@ class Line:
         with self._order:
             if self._begin(call):
                 try:
-                    self._channel.send(head, *buffers)
+                    self._channel.send(head, *buffers, taken=left_alone)
                 except ChannelError as error:
                     self._end(error)
                 except BaseException:

@@ -36,6 +36,7 @@ from paceline.servers.messages import (
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
+from paceline.tensors import lending
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
@@ -51,8 +52,9 @@ class Point:
         self.leaves, self._parts = leaves, Parts(leaves)
         self._sums: dict[Range, torch.Tensor] = {}
         self._lanes: dict[Range, bytes] = {}
+        self._summed: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
-        """Of all leaves, once it is known."""
+        """Of all leaves, once it is known to all copies."""
         self.agreed = b""
         self.last = -1
         """A share of the part by which it was complete, where that part has come."""
@@ -60,18 +62,23 @@ class Point:
         """The term that is over at this point."""
 
     def add(self, part: Range, body: torch.Tensor, lanes: bytes = b"") -> torch.Tensor | None:
-        """A part has come; the sum, if it is complete by that."""
+        """A part has come, and is copied if it must wait for others; the sum, if it is complete by that."""
+        if self._summed is not None:
+            return self._summed
         match self._parts.add(part):
             case New(drops):
                 for drop in drops:
                     del self._sums[drop], self._lanes[drop]
-                self._sums[part], self._lanes[part] = body.clone(), lanes
+                self._sums[part], self._lanes[part] = body, lanes
         cover = self._parts.cover()
         if cover is None:
+            if self._sums.get(part) is body:
+                self._sums[part] = body.clone()
             return None
         sources = [self._sums[part] for part in cover]
         self.last, total = part[0], torch.empty_like(sources[0])
         TreeSum(sources, program(cover, (0, self.leaves)), [total]).add()
+        self._summed, self._sums = total, {}
         return total
 
     def rows(self) -> list[bytes]:
@@ -82,7 +89,7 @@ class Point:
         return [] if self.total is not None else [leaf for gap in self._parts.missing() for leaf in range(*gap)]
 
     def seal(self, total: torch.Tensor, agreed: bytes) -> None:
-        self.total, self._sums, self.agreed = total, {}, agreed
+        self.total, self._summed, self._sums, self.agreed = total, None, {}, agreed
 
 
 class Held:
@@ -94,7 +101,7 @@ class Held:
     ) -> None:
         self._fragment, self._dtype, self.since, self._behind = fragment, dtype, since, behind
         self.changed = threading.Condition()
-        self.value = torch.zeros(fragment.stop - fragment.start, dtype=dtype)
+        self.value = lending.zeros((fragment.stop - fragment.start,), dtype)
         self.version = -1
         """Optimizer steps that are in the values; -1: nothing was laid yet."""
         self._past: dict[int, torch.Tensor] = {}
@@ -191,6 +198,12 @@ class Held:
                 self._staged[worker, own] = self.read(body).clone()
             case Apply():
                 self._due[message.count] = bytes(body)
+        self._go_on()
+        self.changed.notify_all()
+
+    def seal(self, summed: Summed, total: torch.Tensor) -> None:
+        """As to `do` it, with a total that is this fragment's to keep."""
+        self.point(summed).seal(total, summed.agreed)
         self._go_on()
         self.changed.notify_all()
 

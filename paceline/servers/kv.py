@@ -20,6 +20,7 @@ import torch
 
 from paceline.servers.calling import Lines, Reply
 from paceline.servers.serving import Answer, Caller
+from paceline.tensors import lending
 from paceline.tensors.channel import memory_of
 
 _LONGEST_KEY = 200
@@ -151,9 +152,11 @@ def _unknown(key: str) -> ValueError:
 
 
 class Store:
-    """The server's side. Pushes and pulls may come from many threads."""
+    """The server's side. Pushes and pulls may come from many threads. `lent`: callers are on this machine, and read tensors
+    where they lie; for others memory on huge pages is faster."""
 
-    def __init__(self) -> None:
+    def __init__(self, lent: bool = True) -> None:
+        self._empty = lending.empty if lent else torch.empty
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
         """Guards the table; each entry has its own."""
@@ -185,7 +188,7 @@ class Store:
         with self._lock:
             entry = self._entries.get(push.key)
             if entry is None:
-                first, second = (_Memory(torch.empty(push.shape, dtype=DTYPES[push.dtype])) for _ in range(2))
+                first, second = (_Memory(self._empty(push.shape, dtype=DTYPES[push.dtype])) for _ in range(2))
                 entry = self._entries[push.key] = _Entry(push.key, push.dtype, push.shape, first, second)
         with entry.lock:
             entry.match(push)

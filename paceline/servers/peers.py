@@ -27,11 +27,12 @@ NOTHING = Layout((), (), ())
 
 
 class Sums:
-    """This worker's memory, whoever its peers are: for its parts, and for what it fetches."""
+    """This worker's memory, whoever its peers are: for its parts, and for what it fetches. Parts are `lent` where nobody
+    changes them before the servers have answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, lent: bool) -> None:
         cpu = torch.device("cpu")
-        self.parts, self.totals = Memory(cpu), Memory(cpu)
+        self.parts, self.totals = Memory(cpu, lent), Memory(cpu)
         self.divisors: dict[int, float] = {}
         """Of each point of the step that was met."""
 

@@ -86,14 +86,10 @@ def attend(
             answer = Answer(Refusal(str(error)[:_LONGEST]))
         del body
         channel.release()  # now, not at the next call: the caller may be sending that already
-        try:
-            said = msgspec.msgpack.encode(answer.message)
-            # Before it is sent: who has the last answer may look at what was counted.
-            meter(received, len(said) + sum(memoryview(buffer).nbytes for buffer in answer.buffers))
-            channel.send(said, *answer.buffers)
-        finally:
-            if answer.sent is not None:
-                answer.sent()
+        said = msgspec.msgpack.encode(answer.message)
+        # Before it is sent: who has the last answer may look at what was counted.
+        meter(received, len(said) + sum(memoryview(buffer).nbytes for buffer in answer.buffers))
+        channel.send(said, *answer.buffers, taken=answer.sent)
 
 
 class _Connection:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from paceline.servers import serving
 from paceline.servers.carried import DTYPES
 from paceline.servers.clocks import BEHIND, Backup, parse
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
@@ -57,6 +58,7 @@ from paceline.servers.messages import (
 from paceline.servers.registry import Answer, Registry
 from paceline.servers.row_optimizers import Block
 from paceline.servers.tables import FRAGMENTS, packed_size
+from paceline.tensors.channel import left_alone
 
 Copied = Said | Noted | Notes
 
@@ -110,7 +112,7 @@ class Shelf(Copying[Any]):
                 with self._locked(fragments) as helds:
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
-                return Done(), [as_bytes(self._pulled(fragment, version)) for fragment in fragments]
+                return serving.Answer(Done(), [as_bytes(self._pulled(k, version)) for k in fragments], left_alone)
             case Begin() | Enter() | Turn() | Push() | Lost() | Unheard() | Hold():
                 return self._register(call, body)
             case State(fragment):
@@ -138,19 +140,19 @@ class Shelf(Copying[Any]):
     def _part(self, part: Part, body: memoryview) -> None:
         bodies = self._cut(part, body)
         with self._locked(part.fragments) as helds:
-            complete: dict[int, tuple[Held, memoryview]] = {}
+            complete: dict[int, tuple[Held, torch.Tensor]] = {}
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
                 total = point.total
                 if total is None:
                     total = point.add((part.a, part.b), held.read(bodies[k]), part.lanes)
                 if total is not None:
-                    complete[k] = held, as_bytes(total)
+                    complete[k] = held, total
             agreed = complete[0][0].agreement(part) if 0 in complete else b""
             summed = Summed(part.step, part.call, part.leaves, list(complete), agreed)
-            self._tell(summed, {k: sums for k, (_, sums) in complete.items()})
-            for held, sums in complete.values():
-                held.do(summed, sums)
+            self._tell(summed, {k: as_bytes(total) for k, (_, total) in complete.items()})
+            for held, total in complete.values():
+                held.seal(summed, total)
 
     def _sealed(self, fragment: int, asked: Sealed) -> Point | None:
         """The point, if its sum is complete."""

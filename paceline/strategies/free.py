@@ -88,7 +88,7 @@ class FreeRunning:
         tensors = [*replica.params, *replica.buffers]
         self._layout = Layout.of(tensors, len(replica.params))
         self._stock = Stock(self._holders, replica, self._layout, self._clock, self._seat.slots)
-        self._pushed = self._layout.allocate()
+        self._pushed = self._layout.allocate(lent=True)
         self._pushed_of = self._layout.views(self._pushed)
         for number, optimizer in enumerate(replica.optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))

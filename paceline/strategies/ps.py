@@ -47,7 +47,7 @@ class ParameterServers(AllReduce):
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
         self._holders = Holders(servers)
-        self._sums = Sums()
+        self._sums = Sums(lent=not self.may_lag)  # who goes on without its answers may change them
         self._stock: Stock | None = None
         self._count = 0
         """Optimizer steps so far."""

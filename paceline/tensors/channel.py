@@ -24,7 +24,8 @@ import mmap
 import queue
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -33,6 +34,7 @@ from paceline.tensors.memory import on_huge_pages
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous memory."""
+Taken = Callable[[], None]
 Place = Callable[[bytes, int], memoryview | None]
 """`place(head, nbytes)`: where the body goes, that many writable bytes; None: lend it."""
 
@@ -77,11 +79,19 @@ def lend(head: bytes, nbytes: int) -> None:
     """The `Place` of one who wants to have every body lent."""
 
 
+def left_alone() -> None:
+    """The `taken` of one who leaves the buffers as they are for as long as anybody may read them, and needs not be told:
+    until a call is answered, say."""
+
+
 class Channel(Protocol):
     """One end. Any number of threads may send; one receives. None of it is raised by what other channels do."""
 
-    def send(self, head: bytes, *buffers: Buffer) -> None:
-        """Once it returns, the buffers may be changed. Blocks while the other side does not take it."""
+    def send(self, head: bytes, *buffers: Buffer, taken: Taken | None = None) -> None:
+        """Once it returns, the buffers may be changed. Blocks while the other side does not take it.
+
+        With `taken`, only once that was called, which it is in any case, by a thread inside a call here: what lies in
+        memory of `lending` may be read where it lies until then."""
 
     def receive(self, place: Place = lend) -> Received:
         """The next message, once it is there. What `place` raises leaves the channel unusable."""
@@ -95,6 +105,16 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Hang up and let go of everything, once nobody is inside a call."""
+
+
+@contextmanager
+def ending_with(taken: Taken | None) -> Iterator[None]:
+    """A `send` that copies what it is given."""
+    try:
+        yield
+    finally:
+        if taken is not None:
+            taken()
 
 
 def byte_views(buffers: tuple[Buffer, ...]) -> list[memoryview]:
@@ -161,12 +181,13 @@ class PairedChannel:
         self._over = threading.Event()
         self._other: PairedChannel | None = None
 
-    def send(self, head: bytes, *buffers: Buffer) -> None:
-        views = byte_views(buffers)
-        prefix(head, sum(view.nbytes for view in views))
-        if self._over.is_set():
-            raise ChannelEnded("the channel is closed")
-        self._out.put(Received(bytes(head), memoryview(bytearray(b"".join(views)))))
+    def send(self, head: bytes, *buffers: Buffer, taken: Taken | None = None) -> None:
+        with ending_with(taken):
+            views = byte_views(buffers)
+            prefix(head, sum(view.nbytes for view in views))
+            if self._over.is_set():
+                raise ChannelEnded("the channel is closed")
+            self._out.put(Received(bytes(head), memoryview(bytearray(b"".join(views)))))
 
     def receive(self, place: Place = lend) -> Received:
         found = self._into.get()

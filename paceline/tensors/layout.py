@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.tensors import lending
+
 BUCKET_BYTES = 4 << 20
 _ALIGN_BYTES = 64
 
@@ -78,7 +80,10 @@ class Layout:
     def nbytes(self) -> int:
         return sum(dtype.itemsize * count for dtype, count in self.flats)
 
-    def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    def allocate(self, device: torch.device | str = "cpu", lent: bool = False) -> list[torch.Tensor]:
+        """`lent`: on the host, where servers of this machine can read it."""
+        if lent:
+            return [lending.zeros((count,), dtype) for dtype, count in self.flats]
         return [torch.zeros(count, dtype=dtype, device=device) for dtype, count in self.flats]
 
     def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

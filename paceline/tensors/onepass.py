@@ -34,6 +34,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.tensors.sums import is_power_of_two, scratch_rows
 from paceline.tensors.tree import Step
@@ -88,15 +89,22 @@ class OnePass:
 
 
 def copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Bytes on the host, past the cache where they are many: three quarters of the time that `copy_` takes (measured), and
-    what the training has in the cache stays there."""
+    """Bytes on the host, past the cache where they are many: what the training has in the cache stays there."""
     lines = out.nbytes - out.nbytes % _LINE
-    if lines < _WORTH_IT or source.data_ptr() % _LINE or out.data_ptr() % _LINE or not _supported():
+    if lines < _WORTH_IT or not copy_past_cache(out[:lines].numpy(), source[:lines].numpy()):
         out.copy_(source)
         return
-    kernel = _kernel((), 1, 1, torch.float32, None)
-    kernel.run((ctypes.c_void_p * 2)(source.data_ptr(), out.data_ptr()), lines, None)
     out[lines:].copy_(source[lines:])
+
+
+def copy_past_cache(into: NDArray[np.uint8], out_of: NDArray[np.uint8]) -> bool:
+    """Bytes as they are, if they are whole lines: two thirds to three quarters of libc's time (measured), since what is
+    overwritten is not read before. False: nothing was copied."""
+    addresses = (ctypes.c_void_p * 2)(out_of.ctypes.data, into.ctypes.data)
+    if into.nbytes % _LINE or any(address is None or address % _LINE for address in addresses) or not _supported():
+        return False
+    _kernel((), 1, 1, torch.float32, None).run(addresses, into.nbytes, None)
+    return True
 
 
 class _Kernel:

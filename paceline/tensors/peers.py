@@ -71,8 +71,8 @@ class Memory:
     """Private flats by number, made when first asked for. Totals have one set for each reduce point
     of a step: a GAN's first gradients outlive its second."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, lent: bool = False) -> None:
+        self._device, self._lent = device, lent
         self._layout: Layout | None = None
         self._of: dict[int, list[torch.Tensor]] = {}
 
@@ -83,7 +83,7 @@ class Memory:
     def of(self, number: int) -> list[torch.Tensor]:
         assert self._layout is not None
         if number not in self._of:
-            self._of[number] = self._layout.allocate(self._device)
+            self._of[number] = self._layout.allocate(self._device, self._lent)
         return self._of[number]
 
 

@@ -57,7 +57,7 @@ class Ring:
         self.size = os.fstat(fd).st_size
         if not 0 < self.size <= _LARGEST or self.size % mmap.PAGESIZE:
             raise ValueError(f"a ring cannot have {self.size} bytes")
-        if _seals(fd) & _SEALS != _SEALS:
+        if seals_of(fd) & _SEALS != _SEALS:
             raise ValueError("the memory of a ring must be sealed")
         self._whole = _map_twice(fd, self.size)
 
@@ -67,7 +67,7 @@ class Ring:
         return self._whole[at : at + count]
 
 
-def _seals(fd: int) -> int:
+def seals_of(fd: int) -> int:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -78,23 +78,27 @@ def _seals(fd: int) -> int:
 
 def _map_twice(fd: int, size: int) -> memoryview:
     # The whole stretch first: nothing else can then lie where the second half belongs.
-    start = _map(None, 2 * size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    start = map_memory(None, 2 * size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     try:
         for half in (start, start + size):
             flags = mmap.MAP_SHARED | _MAP_FIXED | _POPULATE
-            _map(half, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+            map_memory(half, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
     except BaseException:
-        _libc.munmap(start, 2 * size)
+        unmap_memory(start, 2 * size)
         raise
     memory = (ctypes.c_ubyte * (2 * size)).from_address(start)
     # Every view refers to this object. Not at exit: other threads may be inside.
-    weakref.finalize(memory, _libc.munmap, start, 2 * size).atexit = False
+    weakref.finalize(memory, unmap_memory, start, 2 * size).atexit = False
     return memoryview(memory).cast("B")
 
 
-def _map(where: int | None, size: int, access: int, flags: int, fd: int) -> int:
+def map_memory(where: int | None, size: int, access: int, flags: int, fd: int) -> int:
     found = _libc.mmap(where, size, access, flags, fd, 0)
     if found is None or found == _FAILED:
         code = ctypes.get_errno()
         raise ResourceError(f"cannot map {size} bytes of shared memory: {os.strerror(code)}")
     return int(found)
+
+
+def unmap_memory(start: int, size: int) -> None:
+    _libc.munmap(start, size)

@@ -6,6 +6,9 @@ it to where it belongs, and both are at work at the same time. Nothing but a wak
     the channel's socket   ──▶ lengths and head, with which the first chunk is there; a byte for each further one
     the socket of returns  ◀── a byte for each chunk that may be overwritten, the oldest first
 
+A body in memory of `lending` does not go through the ring: behind its head it is said where it lies, and it counts as a chunk
+that takes nothing of the ring.
+
 Lengths follow from the body's, so nothing that could be wrong is read from memory that the other side can write.
 All waiting is in `recv`: a death is the end of a stream, at once. Bodies begin on a 64-byte boundary.
 """
@@ -14,9 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,13 +41,18 @@ from paceline.tensors.channel import (
     Place,
     Received,
     Spare,
+    Taken,
     TornMessage,
     byte_views,
+    ending_with,
+    left_alone,
     lend,
     lengths,
     placed,
     prefix,
 )
+from paceline.tensors.lending import Borrower, Lender, Spot, place_of
+from paceline.tensors.onepass import copy_past_cache
 from paceline.tensors.ring import Ring
 from paceline.tensors.segment import aligned
 from paceline.tensors.streamed import advance, hang_up
@@ -57,6 +68,7 @@ is always told: its ring is at least two chunks."""
 _SPINS = 30
 """Looks before a sleep in the middle of a body, about as long as a chunk takes to copy."""
 _MORE = b"\1"
+_LENT_AT, _LENT = 3, 0x40
 
 
 class Rings(msgspec.Struct, tag=True, frozen=True):
@@ -105,6 +117,13 @@ def accept(sock: socket.socket) -> SharedChannel:
         wire.close_all(fds)
 
 
+class _Away(NamedTuple):
+    """On its way to the other side: bytes of the ring, none of a body that is lent."""
+
+    nbytes: int
+    taken: Taken | None = None
+
+
 class SharedChannel:
     def __init__(self, sock: socket.socket, returns: socket.socket, out: Ring, into: Ring, chunk: int) -> None:
         for one in (out, into):
@@ -115,11 +134,13 @@ class SharedChannel:
         self._socket, self._returns = sock, returns
         self._chunk, self._over = chunk, False
         self._sending = threading.Lock()
-        """Guards the next two."""
+        """Guards the next four."""
         self._out, self._out_at = out, 0
-        self._unreturned: deque[int] = deque()
-        """Bytes of the ring that each chunk on its way takes."""
+        self._unreturned: deque[_Away] = deque()
+        self._lender, self._lent_out = Lender(), 0
+        """How many bodies are lent to the other side by one who waits to be told that they are taken."""
         self._into, self._into_at = into, 0
+        self._borrower = Borrower()
         self._lent: list[int] = []
         self._owed: list[int] = []
         """Chunks, by their bytes: of the body that is lent; done with, and not said so yet."""
@@ -128,31 +149,49 @@ class SharedChannel:
 
     # out
 
-    def send(self, head: bytes, *buffers: Buffer) -> None:
+    def send(self, head: bytes, *buffers: Buffer, taken: Taken | None = None) -> None:
         views = deque(byte_views(buffers))
         nbytes = sum(view.nbytes for view in views)
         words = prefix(head, nbytes) + head
-        with self._sending:
-            whole = False
+        spot = place_of(views[0]) if taken is not None and len(views) == 1 else None
+        if spot is not None:
+            assert taken is not None
+            self._lend(words, spot, taken)
+            return
+        with self._whole(), ending_with(taken):
+            for size in self._cut(nbytes):
+                self._make_room(aligned(size))
+                _fill(self._out.view(self._out_at, size), views)
+                self._out_at += aligned(size)
+                self._unreturned.append(_Away(aligned(size)))
+                self._socket.sendall(words)
+                words = _MORE
+            if not nbytes:
+                self._socket.sendall(words)
+
+    def _lend(self, words: bytes, spot: Spot, taken: Taken) -> None:
+        with self._whole():
             try:
-                for size in self._cut(nbytes):
-                    self._make_room(aligned(size))
-                    _fill(self._out.view(self._out_at, size), views)
-                    self._out_at += aligned(size)
-                    self._unreturned.append(aligned(size))
-                    self._socket.sendall(words)
-                    words = _MORE
-                if not nbytes:
-                    self._socket.sendall(words)
-                whole = True
-            except ChannelError:
+                self._make_room(0)
+            except BaseException:
+                taken()
                 raise
-            except OSError:
-                raise self._ended() from None
-            finally:
+            self._unreturned.append(_Away(0, taken))
+            self._lent_out += taken is not left_alone
+            self._lender.send(self._socket, as_lent(words), spot)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """While a message is sent, the only one."""
+        with self._sending:
+            try:
+                yield
+            except BaseException as error:
                 # Half a message may be on its way: whatever followed would be taken for its rest.
-                if not whole:
-                    self.hang_up()
+                self.hang_up()
+                if isinstance(error, OSError) and not isinstance(error, ChannelError):
+                    raise self._ended() from None
+                raise
 
     def _cut(self, nbytes: int) -> list[int]:
         """The chunks of a body."""
@@ -160,32 +199,76 @@ class SharedChannel:
         return [self._chunk] * whole + [rest] * bool(rest)
 
     def _make_room(self, size: int) -> None:
-        while self._out.size - sum(self._unreturned) < size or len(self._unreturned) == _SLOTS:
-            returned = _soon(self._returns, _SLOTS)
-            if not returned:
-                raise self._ended()
-            if len(returned) > len(self._unreturned):
-                raise BadMessage("more of the ring was given back than was taken")
-            for _ in returned:
-                self._unreturned.popleft()
+        while self._out.size - sum(each.nbytes for each in self._unreturned) < size or len(self._unreturned) == _SLOTS:
+            self._take_back(_soon(self._returns, _SLOTS))
+
+    def _take_back(self, returned: bytes) -> None:
+        if not returned:
+            raise self._ended()
+        if len(returned) > len(self._unreturned):
+            raise BadMessage("more was given back than was taken")
+        for _ in returned:
+            self._done_with(self._unreturned.popleft())
+
+    def _done_with(self, away: _Away) -> None:
+        if away.taken is not None:
+            self._lent_out -= away.taken is not left_alone
+            away.taken()
+
+    def _see_returns(self) -> None:
+        """Until a message comes: whoever waits to hear that something was taken must not wait for the next one."""
+        while self._lent_out:
+            poll = select.poll()
+            for each in (self._socket, self._returns):
+                poll.register(each, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll()}
+            # One who sends sees what comes back by himself, and may be waiting for what is received here.
+            if self._socket.fileno() in ready or not self._sending.acquire(blocking=False):
+                return
+            try:
+                # Somebody may have sent in between, and have seen them; an end is for the reader to find.
+                returned = b""
+                with contextlib.suppress(OSError):
+                    returned = self._returns.recv(_SLOTS, socket.MSG_DONTWAIT)
+                if not returned:
+                    return
+                self._take_back(returned)
+            finally:
+                self._sending.release()
 
     # in
 
     def receive(self, place: Place = lend) -> Received:
         self.release()
+        self._see_returns()
         start = self._head[: PREFIX.size]
         self._read(start, ChannelEnded)
+        is_lent = was_lent(start)
         size, nbytes = lengths(start)
         self._read(self._head[:size])
         head = bytes(self._head[:size])
         if not nbytes:
             return Received(head, memoryview(b""))
         where = placed(place, head, nbytes)
+        if is_lent:
+            return Received(head, self._borrow(nbytes, where))
         if where is None and aligned(nbytes) <= self._into.size:
             return Received(head, self._in_place(nbytes))
         body = self._spare.take(nbytes) if where is None else where
         self._copy_out(body)
         return Received(head, body)
+
+    def _borrow(self, nbytes: int, where: memoryview | None) -> memoryview:
+        try:
+            body = self._borrower.receive(self._socket, nbytes)
+        except OSError as error:
+            raise error if isinstance(error, ChannelError) else self._ended(TornMessage) from None
+        self._lent = [0]
+        if where is None:
+            return body
+        copy(where, body)
+        self.release()
+        return where
 
     def _in_place(self, nbytes: int) -> memoryview:
         sizes = self._cut(nbytes)
@@ -237,7 +320,7 @@ class SharedChannel:
 
     def _give_back(self, chunks: list[int]) -> None:
         self._owed += chunks
-        if sum(self._owed) >= self._chunk or len(self._owed) >= _BATCH:
+        if sum(self._owed) >= self._chunk or len(self._owed) >= _BATCH or 0 in chunks:
             self._say_owed()
 
     def _say_owed(self) -> None:
@@ -262,8 +345,22 @@ class SharedChannel:
     def close(self) -> None:
         """What is lent stays mapped until it is let go of."""
         self.hang_up()
+        while self._unreturned:
+            self._done_with(self._unreturned.popleft())
         self._socket.close()
         self._returns.close()
+
+
+def as_lent(words: bytes) -> bytes:
+    """The prefix of a body that is lent says so by a bit that no head's length has."""
+    return words[:_LENT_AT] + bytes([words[_LENT_AT] | _LENT]) + words[_LENT_AT + 1 :]
+
+
+def was_lent(start: memoryview) -> bool:
+    """And no longer says so."""
+    lent = bool(start[_LENT_AT] & _LENT)
+    start[_LENT_AT] &= ~_LENT & 0xFF
+    return lent
 
 
 def _soon(sock: socket.socket, most: int) -> bytes:
@@ -285,5 +382,7 @@ def _fill(room: memoryview, views: deque[memoryview]) -> None:
 
 
 def copy(into: memoryview, out_of: memoryview) -> None:
-    """By libc's memmove, as a memoryview's own; but numpy lets other threads run meanwhile."""
-    np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(out_of, dtype=np.uint8))
+    """Other threads run meanwhile. What is large is not looked at by this process before it has left the cache."""
+    target, source = np.frombuffer(into, dtype=np.uint8), np.frombuffer(out_of, dtype=np.uint8)
+    if target.nbytes < CHUNK or not copy_past_cache(target, source):
+        np.copyto(target, source)

@@ -26,8 +26,10 @@ from paceline.tensors.channel import (
     Place,
     Received,
     Spare,
+    Taken,
     TornMessage,
     byte_views,
+    ending_with,
     lend,
     lengths,
     placed,
@@ -106,11 +108,11 @@ class StreamChannel:
         self._spare = Spare()
         self._over = False
 
-    def send(self, head: bytes, *buffers: Buffer) -> None:
+    def send(self, head: bytes, *buffers: Buffer, taken: Taken | None = None) -> None:
         views = byte_views(buffers)
         first = prefix(head, sum(view.nbytes for view in views)) + head
         out = deque([memoryview(first), *views])
-        with self._sending:
+        with self._sending, ending_with(taken):
             try:
                 while out:
                     if self._over:
