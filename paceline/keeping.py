@@ -168,6 +168,11 @@ class Keeping:
         if not self._recorder.settle():
             self._owed = True
         run.terms.boundary(stepper.agreed_term, self)
+        self.checkpoint_if_due()
+
+    def checkpoint_if_due(self) -> None:
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
         every = run.settings.checkpoint_every
         if not every:
             return

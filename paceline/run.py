@@ -39,7 +39,6 @@ from paceline.stopping import Stopping
 from paceline.strategies.base import Seat
 from paceline.summary import summarise
 from paceline.terms import Terms
-from paceline.turns import Turns
 from paceline.watch.folder import write_atomically
 
 _SUMMARY_WRITTEN, _LAID, _BARRIER = mix(0), mix(204), mix(205)
@@ -105,7 +104,7 @@ class Run:
         else:
             session.wait_for_main()
         self._strategy = strategies.create(self.settings.strategy)
-        session.free = self._strategy.free
+        session.free, self._feeding.strategy = self._strategy.free, self._strategy
         self._stepper: Stepper | None = None
         self._laid = False
         self._kv: KeyValues | None = None
@@ -222,7 +221,7 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs to train, from where the run stands."""
         stepper = self._begin_loop()
-        count = self.settings.epochs or count
+        count = self._strategy.rounds or self.settings.epochs or count
         try:
             for epoch in range(stepper.epoch, count):
                 stepper.epoch = epoch
@@ -353,10 +352,10 @@ class Run:
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
         if self._strategy.free:
-            from paceline.strategies.free import FreeRunning
+            from paceline.strategies.registered import Registered
 
-            assert isinstance(self._strategy, FreeRunning)
-            self._feeding.turns = Turns(self, self._strategy, stepper)
+            assert isinstance(self._strategy, Registered)
+            self._feeding.turns = self._strategy.turns(self, stepper)
         elif stepper.slots > 1:
             for model in self._replica.models:
                 model.register_forward_pre_hook(Hook(stepper.flat.before_forward))

@@ -5,6 +5,7 @@ To add a strategy, write one file with a class that follows `Strategy`, and name
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,14 @@ class Entry(NamedTuple):
     """What stands behind its name, for example."""
     one: bool = False
     """Whether there is exactly one server."""
+    reads: Callable[[str], object] = clocks.parse
+    """What stands behind its name; UsageError if it cannot. Of those with servers."""
+
+
+def _federation(text: str) -> object:
+    from paceline.strategies.federation import parse
+
+    return parse(text)
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
@@ -42,6 +51,14 @@ TABLE = {
     ),
     "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
     "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
+    "federated": Entry(
+        "paceline.strategies.federated",
+        "Federated",
+        "every round, what clients have trained, at servers",
+        servers=True,
+        numbers=":rounds=50,clients=8,sample=4",
+        reads=_federation,
+    ),
     "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
 }
 
@@ -60,7 +77,7 @@ def find(text: str) -> Entry:
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
         )
     if TABLE[name].servers:
-        clocks.parse(mode)
+        TABLE[name].reads(mode)
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")
     return TABLE[name]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.data.loader import build_feed
 from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
@@ -30,6 +31,8 @@ LANES = 8
 
 class AllReduce:
     same_bits, at_servers, free, may_lag = True, False, False, False
+    rounds = 0
+    feed = staticmethod(build_feed)
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""

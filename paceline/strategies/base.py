@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.membership import View
+from paceline.data.loader import Feed
+from paceline.data.partition import Split
 from paceline.data.receipts import Tally
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
@@ -76,8 +78,14 @@ class Strategy(Protocol):
     free: bool
     """Whether workers run at their own pace: there are no reduce points then, and `turns` asks for micro-batches."""
 
+    rounds: int
+    """How often the script's loop over epochs is gone through, where the strategy says it; else 0."""
+
     may_lag: bool
     """Whether a worker may be some steps behind the others, where there are reduce points."""
+
+    def feed(self, loader: Any, slots: int, split: Split, seed: int) -> Feed:
+        """How the samples of a loader that is prepared are dealt."""
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...

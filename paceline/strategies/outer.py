@@ -14,20 +14,23 @@ on how the tensors are cut, or on how wide the processor's registers are.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
-import torch
 
 from paceline.errors import UsageError
 
-State = dict[str, torch.Tensor]
+if TYPE_CHECKING:  # an agent reads settings, and never imports torch
+    import torch
+
+State: TypeAlias = "dict[str, torch.Tensor]"
 """By name, each of θ's shape and dtype."""
 
 
 class Outer(msgspec.Struct, frozen=True, tag=True):
     """Its values; what it remembers from step to step is outside, in a `State`.
 
+    >>> import torch
     >>> theta, delta = torch.tensor([1.0]), torch.tensor([0.5])
     >>> state = Nesterov().begin(theta)
     >>> Nesterov().step(theta, delta, state, count=1)
@@ -42,6 +45,8 @@ class Outer(msgspec.Struct, frozen=True, tag=True):
 
     def begin(self, theta: torch.Tensor) -> State:
         """Before the first step."""
+        import torch
+
         return {name: torch.zeros_like(theta) for name in self.states}
 
     def step(self, theta: torch.Tensor, delta: torch.Tensor, state: State, count: int) -> None:
