@@ -17,7 +17,7 @@ from paceline.data.random import IN_SHARE, set_seed
 from paceline.errors import PacelineError, UsageError
 from paceline.servers.register import Delivered
 from paceline.session import user_line
-from paceline.steps import Batch, line_of_close
+from paceline.steps import Batch
 from paceline.turns import Schedule, Turns
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class ClientTurns(Turns):
             )
         super().__init__(run, strategy, stepper)
         self._strategy = strategy
-        self._where = ""
 
     def _schedule(self, scheduler: LRScheduler) -> Schedule:
         return RoundSchedule(scheduler)
@@ -59,7 +58,8 @@ class ClientTurns(Turns):
     def _client(self, feed: Feed, loader: int, number: int, leaf: int, client: int) -> Iterator[Any]:
         """One client's batches in a round; then what came of them is brought to the servers."""
         strategy, stepper = self._strategy, self._stepper
-        steps = range(strategy.shares[loader].batches[client])
+        shares = strategy.shares[loader]
+        steps = range(shares.batches[client])
         self._delivered, taken = None, []
         stepper.step = number
         for schedule in self._schedules:
@@ -84,13 +84,12 @@ class ClientTurns(Turns):
         self._session.row.enter(Phase.REDUCE)
         moved = strategy.bring(leaf)
         stepper.split.communication += strategy.spent_s()
-        self._delivered = Delivered(leaf, *tally(taken), moved)
+        self._delivered = Delivered(leaf, *tally(taken), shares.sizes_of[client], moved)
 
     def _boundary(self) -> None:
         return  # within a round there is nothing to keep
 
     def _leave(self) -> None:
-        self._where = line_of_close()
         if self._stepper.active:
             self._stepper.end_turn(self._steps)
         with suppress(PacelineError):  # it may be on its way out because the run ends
@@ -100,7 +99,7 @@ class ClientTurns(Turns):
     def come_together(self) -> None:
         if self._left:
             raise UsageError(
-                f"{self._where}: the loop over the loader was left in the middle of a client; how much a client trains in a "
+                f"{self._session.left}: the loop over the loader was left in the middle of a client; how much a client trains in a "
                 "round is said by --strategy federated:steps=10 or epochs=2"
             )
 
@@ -139,8 +138,8 @@ class RoundSchedule(Schedule):
 def _words(known: dict[str, Any]) -> str:
     """What became of a round, in a sentence."""
     came = known["clients"]
-    words = f"{len(came)} client{'s' * (len(came) != 1)} came, with {known['samples']:,} samples"
+    words = f"{len(came)} client{'s' * (len(came) != 1)} counted, with {known['samples']:,} samples"
     for name, text in (("dropped", "dropped out"), ("lacking", "did not come in time")):
         if known[name]:
             words += f"; {', '.join(map(str, known[name]))} {text}"
-    return words if came else f"{words}: it counts for nothing"
+    return words if came else f"{words}. Too few: θ stays as it is"

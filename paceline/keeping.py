@@ -110,12 +110,12 @@ class Keeping:
         except ValueError as error:
             raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
-        for name in _BITS:
-            mine = getattr(run.settings, name)
-            if theirs[name] != mine:
+        for setting in _BITS:
+            mine = getattr(run.settings, setting)
+            if theirs[setting] != mine:
                 raise UsageError(
-                    f"the checkpoint was written with {name} {theirs[name]}, this run has {mine}: other bits would come out; "
-                    f"pass --{name} {theirs[name]}"
+                    f"the checkpoint was written with {setting} {theirs[setting]}, this run has {mine}: other bits would come "
+                    f"out; pass --{setting} {theirs[setting]}"
                 )
         self.restore(snapshot)
         assert run._stepper is not None

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
+from paceline.data.client_folders import ClientFolders
 from paceline.data.clients import ClientShares, by_key, dirichlet, iid
 from paceline.data.dealing import Dealing
 from paceline.data.loader import Feed, feed_of
@@ -54,12 +55,15 @@ def client_feed(loader: Any, plan: Federation, seed: int) -> tuple[Feed, ClientS
     shuffle = type(sampler) is RandomSampler
     shares = ClientShares(parts, batches.batch_size, seed, plan.epochs, plan.steps, shuffle, batches.drop_last)
     sizes = tuple(0 if part is None else len(part) for part in parts)
-    dealing = Dealing("clients", len(parts), seed, sum(sizes), batch=batches.batch_size, clients=sizes)
+    known = sum(sizes) if all(sizes) else 0
+    dealing = Dealing("clients", len(parts), seed, known, batch=batches.batch_size, clients=sizes)
     return feed_of(loader, shares, dealing), shares
 
 
 def _parts(loader: DataLoader[Any], plan: Federation, seed: int) -> Sequence[Ids | None]:
     data, (by, labels) = loader.dataset, getattr(loader, _SAID, (None, None))
+    if isinstance(data, ClientFolders):
+        return _own_parts(data, plan)
     samples = len(data)  # type: ignore[arg-type]
     if by is not None:
         parts = by_key(_column(by, samples, "by"))
@@ -72,6 +76,18 @@ def _parts(loader: DataLoader[Any], plan: Federation, seed: int) -> Sequence[Ids
         return iid(samples, plan.clients, seed)
     found = _column(labels, samples, "labels") if labels is not None else _labels(data)
     return dirichlet(found, plan.clients, plan.alpha, seed)
+
+
+def _own_parts(data: ClientFolders, plan: Federation) -> Sequence[Ids | None]:
+    if plan.clients <= data.here[-1]:
+        raise UsageError(
+            f"--strategy federated:clients={plan.clients}: there is a folder for client {data.here[-1]}; say how many clients "
+            "there are on all machines together, and number their folders from 0 on"
+        )
+    parts = [data.ids(client) for client in range(plan.clients)]
+    if empty := [client for client, part in enumerate(parts) if part is not None and not len(part)]:
+        raise UsageError(f"ClientFolders: the folder of client {empty[0]} has no sample")
+    return parts
 
 
 def _column(given: Column, samples: int, name: str) -> NDArray[Any]:

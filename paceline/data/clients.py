@@ -88,7 +88,8 @@ class ClientShares(Shares):
         self.steps = 1
         counts = [0 if ids is None else len(ids) for ids in clients]
         self._per_epoch = [max(1, n // batch) if drop_last else -(-n // batch) for n in counts]
-        self._sizes = [n if n < batch or not drop_last else n // batch * batch for n in counts]
+        self.sizes_of = [n if n < batch or not drop_last else n // batch * batch for n in counts]
+        """Samples that each client goes through."""
         self.batches = [(steps or epochs * per) if n else 0 for n, per in zip(counts, self._per_epoch, strict=True)]
         """Of each client in a round."""
 
@@ -102,7 +103,7 @@ class ClientShares(Shares):
     def _size(self, step: int, client: int) -> int:
         if client >= len(self.clients) or step >= self.batches[client]:
             return 0
-        return min(self._batch, self._sizes[client] - step % self._per_epoch[client] * self._batch)
+        return min(self._batch, self.sizes_of[client] - step % self._per_epoch[client] * self._batch)
 
     def ids(self, epoch: int, step: int, slot: int) -> Ids:
         size = self._size(step, slot)

@@ -36,8 +36,9 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True):
     samples: int
     ids: int
     digest: int
+    weight: int = 0
     moved: int = 0
-    """Bytes that went to and from the servers for it, where clients train apart."""
+    """Where clients train apart: the samples that the client has, and bytes that went to and from the servers for it."""
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True):

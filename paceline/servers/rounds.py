@@ -21,7 +21,7 @@ class Closed(msgspec.Struct, frozen=True):
     """A round that is over."""
 
     arrived: list[tuple[int, int]]
-    """(leaf, samples) of those that count, in order; nobody: θ stays as it is."""
+    """(leaf, weight) of those that count, in order; nobody: θ stays as it is."""
     lacking: list[int]
     """Who did not come in time, or whose data nobody has who is there."""
     moved: int
@@ -36,22 +36,22 @@ class Rounds(Register):
     ...     rounds.enter(worker)
     >>> rounds.lease(0, 1), rounds.lease(1, 1)
     ([0], [1])
-    >>> rounds.finish(0, [Delivered(0, samples=60, ids=60, digest=7)]), rounds.lease(0, 1)
+    >>> rounds.finish(0, [Delivered(0, samples=120, ids=120, digest=7, weight=60)]), rounds.lease(0, 1)
     (True, [2])
     >>> rounds.lose(1)  # its client goes to another
-    >>> rounds.finish(0, [Delivered(2, 40, 40, 9)]), rounds.lease(0, 1)
+    >>> rounds.finish(0, [Delivered(2, 80, 80, 9, weight=40)]), rounds.lease(0, 1)
     (True, [1])
     >>> rounds.due(quorum=2, grace_s=1.0, waited_s=0.5), rounds.due(quorum=2, grace_s=1.0, waited_s=1.0)
     (False, True)
     >>> rounds.close(quorum=2)
     >>> rounds.closed
     Closed(arrived=[(0, 60), (2, 40)], lacking=[1], moved=0)
-    >>> rounds.finish(0, [Delivered(1, 50, 50, 8)]), rounds.count, rounds.steps
+    >>> rounds.finish(0, [Delivered(1, 100, 100, 8, weight=50)]), rounds.count, rounds.steps
     (False, 1, 1)
     """
 
     arrived: dict[int, int] = msgspec.field(default_factory=dict)
-    """Of the round in hand, by leaf: samples."""
+    """Of the round in hand, by leaf: what it counts for, the samples that the client has."""
     closed: Closed | None = None
     """Once it is over."""
     moved: int = 0
@@ -95,7 +95,7 @@ class Rounds(Register):
         return super().finish(worker, delivered)
 
     def _receipt(self, each: Delivered) -> None:
-        self.arrived[each.number] = each.samples
+        self.arrived[each.number] = each.weight
         self.moved += each.moved
         super()._receipt(each)
 
@@ -130,11 +130,12 @@ class Rounds(Register):
 
     def close(self, quorum: int) -> None:
         receipt = Receipt(self.steps, self.epoch, self.loader, 0)
+        lacking = [leaf for leaf in range(self.total) if leaf not in self.arrived]
         if self.reached >= quorum:
             receipt = self.open.get(self.steps, receipt)
         else:
-            self.samples, self.arrived = self.samples - sum(self.arrived.values()), {}
-        lacking = [leaf for leaf in range(self.total) if leaf not in self.arrived]
+            self.samples -= sum(each.samples for each in self.open.values())
+            self.arrived = {}
         self.closed = Closed(sorted(self.arrived.items()), lacking, self.moved)
         self.held, self.open, self.count = {}, {}, self.count + 1
         self.receipts, self.steps = [*self.receipts, receipt], self.steps + 1
