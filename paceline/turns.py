@@ -183,6 +183,8 @@ class Turns(ABC):
             run._stopping.settle_one(code, self._session.worker, turned.steps)
         if run.stopped:
             run._keeping.at_stop()
+        if not turned.stop:
+            self._registered.next_stretch()
 
 
 class FreeTurns(Turns):

@@ -170,8 +170,10 @@ class Registered(ABC):
     def end_stretch(self, turned: Turned) -> None:
         """Everybody's weights are the same now."""
         self.pull(turned.count)
-        if not turned.stop:
-            self._stretch += 1
+
+    def next_stretch(self) -> None:
+        """All that belongs to the last one is done: what is kept before would find it over, and go on behind it."""
+        self._stretch += 1
 
     def spent_s(self) -> float:
         """Seconds spent on pushes and pulls since this was asked last."""
