@@ -116,7 +116,7 @@ class Rounds(Register):
         """Whether the round is over now, `waited_s` after the quorum was there."""
         if self.closed or self.stretch < 0:
             return False
-        if quorum and self.reached >= min(quorum, self.total) and waited_s >= grace_s:
+        if quorum and self.reached >= quorum and waited_s >= grace_s:
             return True
         rest = [leaf for leaf in range(self.total) if leaf not in self.arrived]
         return not rest or (

@@ -58,9 +58,14 @@ class Federation:
 
     def drawn(self, clients: int) -> int:
         """How many of so many clients are drawn for a round."""
-        if self.sample > clients:
-            raise UsageError(f"--strategy federated: sample={self.sample} of {clients} clients; draw at most {clients}")
-        return self.sample or clients
+        drawn = self.sample or clients
+        if drawn > clients:
+            raise UsageError(f"--strategy federated: sample={drawn} of {clients} clients; draw at most {clients}")
+        if self.quorum > drawn:
+            raise UsageError(
+                f"--strategy federated: quorum={self.quorum} of {drawn} clients a round can never come; lower it"
+            )
+        return drawn
 
     def roster(self, seed: int, number: int, clients: int) -> Roster:
         """Who takes part in round `number`, of so many clients.
@@ -92,8 +97,10 @@ def parse(text: str) -> Federation:
     _check_names(text, kind, given)
     outer = make(kind, **{name: _number(text, name, value) for name, value in given.items()})
     made = Federation(**own, outer=outer)
-    if made.quorum and made.sample and made.quorum > made.sample:
-        raise UsageError(f"--strategy {text}: of {made.sample} clients a round no {made.quorum} can come; lower quorum")
+    if made.clients or made.sample:
+        made.drawn(made.clients or made.sample)
+    if made.grace and not made.quorum:
+        raise UsageError(f"--strategy {text}: the grace window begins when a quorum has come; say quorum=4 too")
     return made
 
 
