@@ -11,16 +11,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed, adopt, adopted
+from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
 from paceline.data.partition import Split, skew
 from paceline.errors import UsageError
+from paceline.loops import Loop
 from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import InRounds, Strategy
 from paceline.terms import Terms
-from paceline.turns import Turns
 from paceline.unwinding import Running, came_through, running_now
 
 
@@ -34,8 +34,8 @@ class Feeding:
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
         self._stepper: Stepper | None = None
-        self.turns: Turns | None = None
-        """Where workers run at their own pace."""
+        self.loop: Loop | None = None
+        """The strategy's own, where workers do not meet in every step."""
         self._closed: Running = []
         """What was running when the training loop was left before its end."""
 
@@ -51,7 +51,7 @@ class Feeding:
         if adopted(loader):
             raise UsageError(f"{user_line()}: this loader was given to prepare() already")
         settings, number = self._session.settings, len(self.feeds)
-        feed = self.strategy.feed(loader, settings.slots, self._split, mix(settings.seed, number))
+        feed = self._feed(loader, mix(settings.seed, number))
         self.feeds.append(feed)
         if self._session.is_main and number == 0:
             words, sizes = (
@@ -61,6 +61,11 @@ class Feeding:
             self._session.notice(words)
             self._session.folder.event("data", words, steps=feed.steps, skew=skew(sizes) if sizes else None)
         adopt(loader, lambda: self._batches(number), lambda: _length(feed))
+
+    def _feed(self, loader: DataLoader[Any], seed: int) -> Feed:
+        if isinstance(self.strategy, InRounds):
+            return self.strategy.feed(loader, seed)
+        return build_feed(loader, self._session.settings.slots, self._split, seed)
 
     def _batch_words(self, feed: Feed) -> str:
         slots = self._session.settings.slots
@@ -108,6 +113,11 @@ class Feeding:
         """Whether every loader that this epoch has used is at its end."""
         return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
 
+    def position(self, feed: int, epoch: int) -> int:
+        """Batches of this loader that are trained in the epoch."""
+        known, number = self._positions.get(feed, (epoch, 0))
+        return number if known == epoch else 0
+
     def positions_at(self, feed: int, epoch: int, number: int) -> None:
         """So many batches of this loader are trained in the epoch."""
         if feed >= 0:
@@ -133,16 +143,15 @@ class Feeding:
         if stepper is None:
             yield from self._peek(feed)
             return
-        if self.turns is not None:
+        if self.loop is not None:
             try:
-                yield from self.turns.over_loader(feed, feed_number)
+                yield from self.loop.over_loader(feed, feed_number)
             except GeneratorExit:
                 self._session.left = line_of_close()
                 raise
             return
         epoch = stepper.epoch
-        known, number = self._positions.get(feed_number, (epoch, 0))
-        number = number if known == epoch else 0
+        number = self.position(feed_number, epoch)
         aimed: list[int] | None = None
         stepper.gaps.begin()
         self._session.left = None

@@ -54,6 +54,9 @@ class Turns(ABC):
     def _schedule(self, scheduler: LRScheduler) -> Schedule:
         return Schedule(scheduler)
 
+    def begin(self) -> None:
+        return
+
     # newcomers
 
     def enter(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import UsageError
 from paceline.servers import clocks
 from paceline.servers.delays import Delays, split
+from paceline.strategies import rhythm
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
@@ -29,6 +30,8 @@ class Entry(NamedTuple):
     """What stands behind its name, for example."""
     one: bool = False
     """Whether there is exactly one server."""
+    apart: bool = False
+    """Whether each worker trains a replica of its own."""
     reads: Callable[[str], object] = clocks.parse
     """What stands behind its name; UsageError if it cannot. Of those with servers."""
 
@@ -40,6 +43,7 @@ def _federation(text: str) -> object:
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
+_APART = "paceline.strategies.averaging", "Averaging"
 TABLE = {
     "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
     "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
@@ -60,6 +64,10 @@ TABLE = {
         reads=_federation,
     ),
     "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
+    "local": Entry(*_APART, "every 20 steps, weights, with each other", numbers=":20", apart=True),
+    "postlocal": Entry(*_APART, "every step until step 500, then the same", numbers=":500,20", apart=True),
+    "diloco": Entry(*_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True),
+    "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True),
 }
 
 
@@ -76,7 +84,9 @@ def find(text: str) -> Entry:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
         )
-    if TABLE[name].servers:
+    if TABLE[name].apart:
+        rhythm.parse(text)
+    elif TABLE[name].servers:
         TABLE[name].reads(mode)
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")

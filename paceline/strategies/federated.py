@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +22,6 @@ import torch
 from paceline.data.client_feed import client_feed
 from paceline.data.clients import ClientShares
 from paceline.data.loader import Feed
-from paceline.data.partition import Split
 from paceline.replica import Replica
 from paceline.servers.messages import Apply, Begin, Begun, Bring, Centre, Ongoing, Turned
 from paceline.servers.peers import stretch
@@ -32,11 +31,6 @@ from paceline.strategies.base import Scaled
 from paceline.strategies.federation import Roster, parse
 from paceline.strategies.registered import Registered
 from paceline.tensors.peers import Peers
-
-if TYPE_CHECKING:
-    from paceline.run import Run
-    from paceline.steps import Stepper
-    from paceline.turns import Turns
 
 _ASK_EVERY_S = 0.2
 
@@ -62,7 +56,7 @@ class Federated(Registered):
         self.history: dict[int, dict[str, Any]] = {}
         """Of each round, who took part."""
 
-    def feed(self, loader: Any, slots: int, split: Split, seed: int) -> Feed:
+    def feed(self, loader: Any, seed: int) -> Feed:
         feed, shares = client_feed(loader, self._plan, seed)
         self.shares.append(shares)
         self._seeds.append(seed)
@@ -70,11 +64,6 @@ class Federated(Registered):
 
     def roster(self, loader: int, number: int) -> Roster:
         return self._plan.roster(self._seeds[loader], number, len(self.shares[loader].clients))
-
-    def turns(self, run: Run, stepper: Stepper) -> Turns:
-        from paceline.client_turns import ClientTurns
-
-        return ClientTurns(run, self, stepper)
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         super().attach(replica, peers, mean, scaled)

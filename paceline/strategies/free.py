@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -39,11 +39,6 @@ from paceline.strategies.base import Scaled
 from paceline.strategies.registered import Registered
 from paceline.tensors.peers import Peers
 
-if TYPE_CHECKING:
-    from paceline.run import Run
-    from paceline.steps import Stepper
-    from paceline.turns import Turns
-
 _UNHEARD_AFTER_S = 0.03
 """A push that was counted so long ago and is not applied: whoever made it may be dead, or frozen."""
 
@@ -60,11 +55,6 @@ class FreeRunning(Registered):
         """The micro-batch in hand, which of its optimizer steps comes next, and which part of a step it is."""
         self._pulled = False
         self._staleness: dict[int, int] = {}
-
-    def turns(self, run: Run, stepper: Stepper) -> Turns:
-        from paceline.turns import FreeTurns
-
-        return FreeTurns(run, self, stepper)
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         super().attach(replica, peers, mean, scaled)

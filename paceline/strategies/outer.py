@@ -20,7 +20,7 @@ import msgspec
 
 from paceline.errors import UsageError
 
-if TYPE_CHECKING:  # an agent reads settings, and never imports torch
+if TYPE_CHECKING:
     import torch
 
 State: TypeAlias = "dict[str, torch.Tensor]"
@@ -45,9 +45,7 @@ class Outer(msgspec.Struct, frozen=True, tag=True):
 
     def begin(self, theta: torch.Tensor) -> State:
         """Before the first step."""
-        import torch
-
-        return {name: torch.zeros_like(theta) for name in self.states}
+        return {name: theta.new_zeros(theta.shape) for name in self.states}
 
     def step(self, theta: torch.Tensor, delta: torch.Tensor, state: State, count: int) -> None:
         """Change θ and the state in place; `count` has this step in it."""

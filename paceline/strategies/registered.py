@@ -8,12 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
-from paceline.data.loader import build_feed
 from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.holders import Directory, Holders
@@ -25,18 +24,10 @@ from paceline.strategies.buffers import Buffers
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers, Watch
 
-if TYPE_CHECKING:
-    from paceline.run import Run
-    from paceline.steps import Stepper
-    from paceline.turns import Turns
-
 _TELL_EVERY_S = 0.2
 
 
 class Registered(ABC):
-    at_servers, free, may_lag = True, True, False
-    rounds = 0
-    feed = staticmethod(build_feed)
     _kind: type[Register] = Register
 
     def __init__(self, text: str) -> None:
@@ -47,14 +38,7 @@ class Registered(ABC):
         self._count = self._stretch = 0
         """Pushes, or rounds, that this worker has seen the result of; and stretches."""
         self._register_at_rest = b""
-        self._piece, self._folded = 1.0, 0.0
-        self._pieces: dict[int, torch.Tensor] = {}
-        """The sum over the pieces of the batch in hand, of each parameter."""
         self._told_s = self._spent_s = 0.0
-
-    @abstractmethod
-    def turns(self, run: Run, stepper: Stepper) -> Turns:
-        """The training loop."""
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._seat, self._holders = seat, Holders(servers)
@@ -79,29 +63,6 @@ class Registered(ABC):
 
     def meet(self, peers: Peers) -> None:
         return
-
-    def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
-        return
-
-    def weigh(self, weight: float) -> None:
-        """What the piece in hand counts for, where a batch has several. One alone is taken as it is."""
-        self._piece = weight if self._mean else 1.0
-
-    def fold(self, leaf: int) -> None:
-        """A piece is done."""
-        self._folded += self._piece
-        with torch.no_grad():
-            for index, param in enumerate(self._replica.params):
-                if param.grad is not None:
-                    part = param.grad * self._piece
-                    self._pieces[index] = self._pieces[index] + part if index in self._pieces else part
-                    param.grad = None
-
-    def join_pieces(self) -> None:
-        """All pieces are done: `.grad` is their weighted mean, or their sum."""
-        for index, total in self._pieces.items():
-            self._replica.params[index].grad = total / self._folded if self._mean else total
-        self._pieces, self._folded = {}, 0.0
 
     # what the servers hold
 
