@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.processor import mkl_branch
 
 if TYPE_CHECKING:
+    from paceline.data.client_feed import clients
+    from paceline.data.client_folders import ClientFolders
     from paceline.embedding import SparseEmbedding
     from paceline.fitting import fit
     from paceline.run import Run, init
 
-__all__ = ["PacelineError", "Run", "SparseEmbedding", "__version__", "fit", "init"]
+__all__ = ["ClientFolders", "PacelineError", "Run", "SparseEmbedding", "__version__", "clients", "fit", "init"]
 __version__ = "0.1.0"
 
 # MKL reads this at its first call; a run of one started by plain `python` must give the same bits.
@@ -34,6 +36,8 @@ _HOMES = {
     "init": "paceline.run",
     "Run": "paceline.run",
     "SparseEmbedding": "paceline.embedding",
+    "ClientFolders": "paceline.data.client_folders",
+    "clients": "paceline.data.client_feed",
     "fit": "paceline.fitting",
     "PacelineError": "paceline.errors",
 }

@@ -19,6 +19,7 @@ from paceline.loops import Loop
 from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
+from paceline.strategies.base import InRounds, Strategy
 from paceline.terms import Terms
 from paceline.unwinding import Running, came_through, running_now
 
@@ -28,6 +29,7 @@ class Feeding:
 
     def __init__(self, session: Session, terms: Terms, stopping: Stopping, at_boundary: Callable[[], None]) -> None:
         self._session, self._terms, self._stopping, self._at_boundary = session, terms, stopping, at_boundary
+        self.strategy: Strategy
         self.feeds: list[Feed] = []
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
@@ -49,16 +51,26 @@ class Feeding:
         if adopted(loader):
             raise UsageError(f"{user_line()}: this loader was given to prepare() already")
         settings, number = self._session.settings, len(self.feeds)
-        feed = build_feed(loader, settings.slots, self._split, mix(settings.seed, number))
+        feed = self._feed(loader, mix(settings.seed, number))
         self.feeds.append(feed)
         if self._session.is_main and number == 0:
-            words, sizes = self._batch_words(feed), feed.sizes(0, 0) if feed.steps else None
+            words, sizes = (
+                self._batch_words(feed),
+                list(feed.dealing.clients) or (feed.sizes(0, 0) if feed.steps else None),
+            )
             self._session.notice(words)
             self._session.folder.event("data", words, steps=feed.steps, skew=skew(sizes) if sizes else None)
         adopt(loader, lambda: self._batches(number), lambda: _length(feed))
 
+    def _feed(self, loader: DataLoader[Any], seed: int) -> Feed:
+        if isinstance(self.strategy, InRounds):
+            return self.strategy.feed(loader, seed)
+        return build_feed(loader, self._session.settings.slots, self._split, seed)
+
     def _batch_words(self, feed: Feed) -> str:
         slots = self._session.settings.slots
+        if feed.dealing.clients:
+            return feed.dealing.words
         if feed.batch is None:
             return f"the loader's own batches, over {slots} slot{'s' * (slots != 1)} a step"
         sizes = sorted({last - first for first, last in self._split.cut(feed.batch, slots)}, reverse=True)

@@ -130,12 +130,12 @@ class Keeping:
         except ValueError as error:
             raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
-        for name in _BITS:
-            mine = getattr(run.settings, name)
-            if theirs[name] != mine:
+        for setting in _BITS:
+            mine = getattr(run.settings, setting)
+            if theirs[setting] != mine:
                 raise UsageError(
-                    f"the checkpoint was written with {name} {theirs[name]}, this run has {mine}: other bits would come out; "
-                    f"pass --{name} {theirs[name]}"
+                    f"the checkpoint was written with {setting} {theirs[setting]}, this run has {mine}: other bits would come "
+                    f"out; pass --{setting} {theirs[setting]}"
                 )
         states = snapshot.tree["states"]
         if states:
@@ -194,6 +194,11 @@ class Keeping:
         if stepper.agreed_term > run._session.view.term:
             self._collect()
         run.terms.boundary(stepper.agreed_term, self)
+        self.checkpoint_if_due()
+
+    def checkpoint_if_due(self) -> None:
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
         every = run.settings.checkpoint_every
         if not every:
             return

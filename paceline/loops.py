@@ -33,12 +33,16 @@ class Loop(Protocol):
 
 
 def loop_of(run: Run, strategy: Strategy, stepper: Stepper) -> Loop:
+    from paceline.client_turns import ClientTurns
     from paceline.rounds import Rounds
     from paceline.strategies.averaging import Averaging
+    from paceline.strategies.federated import Federated
     from paceline.strategies.free import FreeRunning
-    from paceline.turns import Turns
+    from paceline.turns import FreeTurns
 
     if isinstance(strategy, FreeRunning):
-        return Turns(run, strategy, stepper)
+        return FreeTurns(run, strategy, stepper)
+    if isinstance(strategy, Federated):
+        return ClientTurns(run, strategy, stepper)
     assert isinstance(strategy, Averaging)
     return Rounds(run, strategy, stepper)

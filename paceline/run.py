@@ -39,7 +39,7 @@ from paceline.servers.keys_client import KeyValues
 from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
-from paceline.strategies.base import Lasting, Seat, Served, Stepwise
+from paceline.strategies.base import InRounds, Lasting, Seat, Served, Stepwise
 from paceline.summary import summarise
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
@@ -108,6 +108,7 @@ class Run:
             session.wait_for_main()
         self._strategy = strategies.create(self.settings.strategy)
         session.loose = not isinstance(self._strategy, Stepwise)
+        self._feeding.strategy = self._strategy
         self._stepper: Stepper | None = None
         self._laid = False
         self._kv: KeyValues | None = None
@@ -224,7 +225,8 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs to train, from where the run stands."""
         stepper = self._begin_loop()
-        count = self.settings.epochs or count
+        rounds = self._strategy.rounds if isinstance(self._strategy, InRounds) else 0
+        count = rounds or self.settings.epochs or count
         try:
             for epoch in range(stepper.epoch, count):
                 stepper.epoch = epoch

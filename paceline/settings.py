@@ -142,6 +142,8 @@ def _check_strategy(s: Settings) -> None:
             f"--servers {s.servers}: --strategy {s.strategy} has all variables at one server; leave it out, or pass "
             "--strategy ps"
         )
+    if s.listen and entry.name == "Federated":
+        raise UsageError("--strategy federated is for one machine so far; leave --listen out")
 
 
 def _strategy_of(s: Settings) -> Entry:

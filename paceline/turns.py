@@ -7,6 +7,7 @@ and newcomers that have trained in it are let in.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
@@ -33,16 +34,25 @@ if TYPE_CHECKING:
     from paceline.servers.register import Register
     from paceline.steps import Stepper
     from paceline.strategies.free import FreeRunning
+    from paceline.strategies.registered import Registered
 
 
-class Turns:
-    def __init__(self, run: Run, strategy: FreeRunning, stepper: Stepper) -> None:
-        self._run, self._strategy, self._stepper = run, strategy, stepper
+class Turns(ABC):
+    """What all of them have in common; which micro-batches a loop gives, and what it does with them, is a kind's own."""
+
+    def __init__(self, run: Run, strategy: Registered, stepper: Stepper) -> None:
+        self._run, self._registered, self._stepper = run, strategy, stepper
         self._session, self._slots = run._session, run.settings.slots
         self._steps, self._written = 0, 0
         """Whole steps of the run, and those whose receipts this worker has seen to."""
         self._left = False
-        self._schedules = [Schedule(item) for item in run._replica.schedulers if isinstance(item, LRScheduler)]
+        self._delivered: Delivered | None = None
+        """What this worker has done last."""
+        schedulers = [item for item in run._replica.schedulers if isinstance(item, LRScheduler)]
+        self._schedules = [self._schedule(item) for item in schedulers]
+
+    def _schedule(self, scheduler: LRScheduler) -> Schedule:
+        return Schedule(scheduler)
 
     def begin(self) -> None:
         return
@@ -53,18 +63,144 @@ class Turns:
         """A newcomer begins in the middle of a stretch, and trains in it before it is let in at its end."""
         self._session.row.enter(Phase.JOINING)
         self._session.needed()
-        self._run._keeping.restore(Snapshot.read(self._strategy.enter()))
+        self._run._keeping.restore(Snapshot.read(self._registered.enter()))
 
     # loops
 
+    @abstractmethod
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
         """The loader's micro-batches that fall to this worker."""
+
+    @abstractmethod
+    def over_steps(self, count: int) -> Iterator[int]:
+        """For scripts that draw their own batches."""
+
+    def _refuse_stream(self, feed: Feed) -> None:
         if feed.steps is None:
             raise UsageError(
                 f"{user_line()}: --strategy {self._run.settings.strategy} takes a data set's samples by number, and an "
                 "IterableDataset has none; make it map-style, or use --strategy ps"
             )
-        with closing(self._numbers(feed.steps, 1 + feed.depth, loader)) as numbers:
+
+    def _numbers(self, total: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
+        """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
+        run, stepper = self._run, self._stepper
+        self.come_together()
+        begun = self._registered.begin_stretch(total, stepper.epoch, loader, lambda: run._keeping.capture().packed())
+        self._first, self._loader = begun.first, loader
+        self._written = max(self._written, run._keeping.ledger.head.first)
+        stepper.gaps.begin()
+        self._session.left, run.terms.catching_up = None, False
+        known: set[int] = set()
+        delivered: list[Delivered] = []
+        try:
+            while True:
+                self._session.row.enter(Phase.DATA)
+                start = time.perf_counter()
+                turned = self._turn(want, delivered)
+                stepper.split.wait += time.perf_counter() - start
+                stepper.split.total += time.perf_counter() - start
+                if not turned.numbers:
+                    break
+                fresh = [number for number in turned.numbers if number not in known]
+                known.update(fresh)
+                self._count = turned.count
+                yield turned.numbers[0], begun.first, fresh
+                delivered = [self._delivered] if self._delivered is not None else []
+                self._boundary()
+        except GeneratorExit:
+            self._leave()
+            raise
+        self._over(turned)
+
+    def _boundary(self) -> None:
+        """A micro-batch is done, the next has not begun."""
+        self._run._keeping.at_boundary()
+
+    def _turn(self, want: int, delivered: list[Delivered], leaves: bool = False) -> Turned:
+        """What comes next, and how far the run has come; who was main when it asked has got receipts to write."""
+        run, main = self._run, self._run.is_main
+        code = run._stopping.code(self._steps, run.metrics)
+        written = self._in_file if main else -1
+        turned = self._registered.turn(want, delivered, code, written, leaves, self._scheduled)
+        self._steps, self._stepper.samples = turned.steps, turned.samples
+        if main:
+            self._write(turned.receipts, turned.steps)
+        return turned
+
+    @property
+    def _scheduled(self) -> int:
+        """Which schedulers are stepped within the loop, a bit each."""
+        return sum(1 << number for number, schedule in enumerate(self._schedules) if schedule.within)
+
+    def settle(self, register: Register) -> None:
+        """For a checkpoint: the run is where the register says, and the receipts up to there are written."""
+        self._stepper.step, self._stepper.samples = register.steps, register.samples
+        self._write(register.receipts, register.steps)
+
+    def _write(self, receipts: list[Whole], steps: int) -> None:
+        for each in receipts:
+            if each.step >= self._written:
+                place = each.step, each.epoch, each.loader, each.batch
+                if self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest)):
+                    self._run._keeping.ledger.write()
+        self._written = max(self._written, steps)
+
+    @property
+    def _in_file(self) -> int:
+        """Receipts of so many steps are written; the next main has to write the others."""
+        waiting = self._run._keeping.ledger.recent
+        return waiting[0].step if waiting else self._written
+
+    def collect(self) -> None:
+        """Main's, between stretches: receipts that nobody was main for."""
+        self._turn(0, [], leaves=True)
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """The script has left the loop: others do the rest."""
+
+    def come_together(self) -> None:
+        """The script has left a stretch before its end: wait until the others have come to it, or have left it too."""
+        if self._left:
+            self._left = False
+            self._over(self._turn(0, []))
+
+    def _rest(self, steps: int) -> None:
+        self._stepper.step = steps
+        for schedule in self._schedules:
+            schedule.rest(steps)
+
+    def _over(self, turned: Turned) -> None:
+        run, stepper = self._run, self._stepper
+        self._registered.end_stretch(turned)
+        self._rest(turned.steps)
+        run._feeding.positions_at(self._loader, stepper.epoch, turned.steps - self._first)
+        if turned.stop:
+            run._stopping.settle_one(turned.stop, turned.stopper, turned.steps)
+        if self._session.joining:
+            run.terms.join(run._keeping)
+            run.terms.catching_up = False
+        run.terms.reunite(turned.trainers, run._keeping)
+        if not run.stopped and (code := run._stopping.code(turned.steps, {})):
+            run._stopping.settle_one(code, self._session.worker, turned.steps)
+        if run.stopped:
+            run._keeping.at_stop()
+        if not turned.stop:
+            self._registered.next_stretch()
+
+
+class FreeTurns(Turns):
+    """Of workers that push the gradients of each micro-batch."""
+
+    def __init__(self, run: Run, strategy: FreeRunning, stepper: Stepper) -> None:
+        super().__init__(run, strategy, stepper)
+        self._strategy = strategy
+
+    def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
+        """The loader's micro-batches that fall to this worker."""
+        self._refuse_stream(feed)
+        with closing(self._numbers(self._total(feed.steps or 0), 1 + feed.depth, loader)) as numbers:
             upcoming = _Upcoming(self._slots)
             try:
                 for number, first, fresh in numbers:
@@ -92,7 +228,7 @@ class Turns:
 
     def over_steps(self, count: int) -> Iterator[int]:
         """For scripts that draw their own batches."""
-        with closing(self._numbers(max(0, count - self._stepper.step), 1, OWN_DRAWS)) as numbers:
+        with closing(self._numbers(self._total(max(0, count - self._stepper.step)), 1, OWN_DRAWS)) as numbers:
             for number, first, _ in numbers:
                 step, slot = divmod(number, self._slots)
                 self._stepper.mine = [slot]
@@ -101,40 +237,10 @@ class Turns:
                     number, first + step, 1 / self._slots, None, first + step, time.perf_counter()
                 )
 
-    def _numbers(self, steps: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
-        """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
-        run, strategy, stepper = self._run, self._strategy, self._stepper
-        self.come_together()
-        limit = run.settings.steps
-        steps = min(steps, max(0, limit - stepper.step)) if limit else steps
-        begun = strategy.begin_stretch(
-            steps * self._slots, stepper.epoch, loader, lambda: run._keeping.capture().packed()
-        )
-        self._first, self._loader = begun.first, loader
-        self._written = max(self._written, run._keeping.ledger.head.first)
-        stepper.gaps.begin()
-        self._session.left, run.terms.catching_up = None, False
-        known: set[int] = set()
-        delivered: list[Delivered] = []
-        try:
-            while True:
-                self._session.row.enter(Phase.DATA)
-                start = time.perf_counter()
-                turned = self._turn(want, delivered)
-                stepper.split.wait += time.perf_counter() - start
-                stepper.split.total += time.perf_counter() - start
-                if not turned.numbers:
-                    break
-                fresh = [number for number in turned.numbers if number not in known]
-                known.update(fresh)
-                self._count = turned.count
-                yield turned.numbers[0], begun.first, fresh
-                delivered = [self._delivered]
-                run._keeping.at_boundary()
-        except GeneratorExit:
-            self._leave()
-            raise
-        self._over(turned)
+    def _total(self, steps: int) -> int:
+        """Micro-batches of so many steps, or of those that are left."""
+        limit = self._run.settings.steps
+        return (min(steps, max(0, limit - self._stepper.step)) if limit else steps) * self._slots
 
     def _micro_batch(
         self, number: int, step: int, part: float, batch: Batch | None, value: Any, since: float
@@ -163,75 +269,14 @@ class Turns:
                 "fewer slots instead of accumulating"
             )
 
-    def _turn(self, want: int, delivered: list[Delivered], leaves: bool = False) -> Turned:
-        """What comes next, and how far the run has come; who was main when it asked has got receipts to write."""
-        run, main = self._run, self._run.is_main
-        code = run._stopping.code(self._steps, run.metrics)
-        turned = self._strategy.turn(want, delivered, code, self._in_file if main else -1, leaves)
-        self._steps, self._stepper.samples = turned.steps, turned.samples
-        if main:
-            self._write(turned.receipts, turned.steps)
-        return turned
-
-    def settle(self, register: Register) -> None:
-        """For a checkpoint: the run is where the register says, and the receipts up to there are written."""
-        self._stepper.step, self._stepper.samples = register.steps, register.samples
-        self._write(register.receipts, register.steps)
-
-    def _write(self, receipts: list[Whole], steps: int) -> None:
-        for each in receipts:
-            if each.step >= self._written:
-                place = each.step, each.epoch, each.loader, each.batch
-                if self._run._keeping.ledger.add(Receipt(*place, each.samples, each.ids, each.digest)):
-                    self._run._keeping.ledger.write()
-        self._written = max(self._written, steps)
-
-    @property
-    def _in_file(self) -> int:
-        """Receipts of so many steps are written; the next main has to write the others."""
-        waiting = self._run._keeping.ledger.recent
-        return waiting[0].step if waiting else self._written
-
-    def collect(self) -> None:
-        """Main's, between stretches: receipts that nobody was main for."""
-        self._turn(0, [], leaves=True)
-
     def _leave(self) -> None:
-        """The script has left the loop: others do the rest."""
         stepper = self._stepper
-        delivered = [self._delivered] if self._strategy.has_pushed else []
+        delivered = [self._delivered] if self._strategy.has_pushed and self._delivered is not None else []
         if stepper.active:
             stepper.end_turn(self._steps)
         with suppress(PacelineError):  # it may be on its way out because the run ends
             self._strategy.turn(0, delivered, leaves=True)
         self._left = True
-
-    def come_together(self) -> None:
-        """The script has left a stretch before its end: wait until the others have come to it, or have left it too."""
-        if self._left:
-            self._left = False
-            self._over(self._turn(0, []))
-
-    def _rest(self, steps: int) -> None:
-        self._stepper.step = steps
-        for schedule in self._schedules:
-            schedule.rest(steps)
-
-    def _over(self, turned: Turned) -> None:
-        run, stepper = self._run, self._stepper
-        self._strategy.end_stretch(turned)
-        self._rest(turned.steps)
-        run._feeding.positions_at(self._loader, stepper.epoch, turned.steps - self._first)
-        if turned.stop:
-            run._stopping.settle_one(turned.stop, turned.stopper, turned.steps)
-        if self._session.joining:
-            run.terms.join(run._keeping)
-            run.terms.catching_up = False
-        run.terms.reunite(turned.trainers, run._keeping)
-        if not run.stopped and (code := run._stopping.code(turned.steps, {})):
-            run._stopping.settle_one(code, self._session.worker, turned.steps)
-        if run.stopped:
-            run._keeping.at_stop()
 
 
 class _Upcoming:
@@ -258,7 +303,7 @@ class Schedule:
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._advance = scheduler, scheduler.step
-        self._step, self._within = -1, False
+        self._step, self.within = -1, False
         # By its class: what is on the object itself would be part of its state.
         kind = type(scheduler)
         scheduler.__class__ = type(kind.__name__, (kind,), {"step": lambda _, *args, **kw: self._stepped(*args, **kw)})
@@ -266,7 +311,7 @@ class Schedule:
     def at(self, step: int) -> None:
         """The micro-batch in hand belongs to this step of the run."""
         self._step = step
-        if self._within:
+        if self.within:
             self._up_to(step)
 
     def rest(self, steps: int) -> None:
@@ -278,7 +323,7 @@ class Schedule:
         if self._step < 0 or args or kwargs:
             self._advance(*args, **kwargs)
             return
-        self._within = True
+        self.within = True
         self._up_to(self._step + 1)
 
     def _up_to(self, count: int) -> None:

@@ -19,7 +19,8 @@ from paceline.data.receipts import CHUNK, Hashes, Table, hashed
 class Dealing:
     kind: str
     """batches: cut here from one order; rows: a block of rows a slot; items: the loader's item is a batch
-    already; given: by the user's batch sampler; stream: an IterableDataset, whose ids are the items' places."""
+    already; given: by the user's batch sampler; stream: an IterableDataset, whose ids are the items' places; clients: a
+    round is a step, and has the samples of those who took part in it."""
     slots: int
     seed: int
     samples: int = 0
@@ -30,6 +31,8 @@ class Dealing:
     """Ids in an epoch, before drop_last; unknown (0) for a stream and for given batches."""
     batch: int = 0
     drop_last: bool = False
+    clients: tuple[int, ...] = ()
+    """Samples of each client; 0: they are elsewhere."""
 
     @property
     def ordered(self) -> bool:
@@ -43,8 +46,18 @@ class Dealing:
             return self.rows().steps
         if self.kind in ("stream", "given"):
             return None
+        if self.kind == "clients":
+            return 1
         size = self.slots if self.kind == "items" else self.batch
         return self.length // size if self.drop_last else -(-self.length // size)
+
+    @property
+    def words(self) -> str:
+        known = sorted(size for size in self.clients if size)
+        spread = f"{known[0]:,} to {known[-1]:,}" if known[0] < known[-1] else f"{known[0]:,}"
+        away = len(self.clients) - len(known)
+        elsewhere = f", {away} of them elsewhere" if away else ""
+        return f"{len(self.clients)} clients of {spread} samples{elsewhere}, batches of {self.batch}"
 
     def rows(self) -> RowShares:
         return RowShares(self.samples, self.batch, self.slots, self.seed, self.order == "shuffled", self.drop_last)

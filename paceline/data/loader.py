@@ -316,9 +316,14 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
     shares = _shares_of(order, dealing, split, type(loader.sampler).__name__)
     if shares.steps == 0:
         raise UsageError(f"drop_last=True with a batch of {batch} leaves no step in a data set of {n} samples")
+    return feed_of(loader, shares, dealing)
+
+
+def feed_of(loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> Feed:
+    """Of a map-style data set in batches that are cut here."""
     if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate and loader.num_workers == 0:
         return TensorFeed(loader, shares, dealing)
-    return feed(loader, shares, dealing)
+    return (AheadFeed if _reads_by_itself(loader) else MapFeed)(loader, shares, dealing)
 
 
 def _reads_by_itself(loader: DataLoader[Any]) -> bool:

@@ -183,7 +183,7 @@ class _Loader:
 
     def _counts(self, rows: Table, epoch: int) -> list[str]:
         """A sampler's ids are its own, but not how many a batch has."""
-        if self.dealing.kind == "given":
+        if self.dealing.kind in ("given", "clients"):
             return []
         size = self.dealing.slots if self.dealing.kind == "items" else self.dealing.batch
         due = np.minimum(size, self.dealing.length - size * rows[:, BATCH])
@@ -225,6 +225,10 @@ class _Loader:
         """What holds of ids that are not all of them."""
         if self.dealing.kind == "stream":
             return "the stream's items in turn, each once; what they hold is the stream's"
+        if self.dealing.kind == "clients":
+            return (
+                "a receipt for each round, of the samples that its clients trained (summary.json says which took part)"
+            )
         if not self.dealing.ordered:
             return "steps and counts; which samples is the sampler's choice"
         which = "that the blocks of rows come to first" if self.dealing.kind == "rows" else "first in the order"

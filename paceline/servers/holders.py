@@ -47,6 +47,8 @@ class Holders:
         self._directory = directory
         self._servers: dict[int, Server] = {}
         self._layout = NOWHERE
+        self.moved = 0
+        """Bytes of bodies that went out and came back."""
 
     def place(self, drawing: Drawing, nbytes: list[int]) -> None:
         self._drawn, self._nbytes = memoryview(msgspec.msgpack.encode(drawing)), nbytes
@@ -99,11 +101,13 @@ class Holders:
     # calls
 
     def out(self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview) -> Future[Reply]:
+        self.moved += sum(map(len, body))
         return self._server(batch).out.call(self._asked(message), *body)
 
     def back(
         self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview, into: memoryview | None = None
     ) -> Future[Reply]:
+        self.moved += sum(map(len, body))
         return self._server(batch).back.call(self._asked(message), *body, into=into)
 
     def _server(self, batch: Sequence[int]) -> Server:
@@ -153,7 +157,9 @@ class Holders:
             if pending and waited - told >= _LOOK_S:
                 told = waited
                 check(waited)
-        return [future.result() for future in asked]
+        replies = [future.result() for future in asked]
+        self.moved += sum(len(reply.body) for reply in replies)
+        return replies
 
     def close(self) -> None:
         for server in self._servers.values():

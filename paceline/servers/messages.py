@@ -14,8 +14,18 @@ from paceline.servers.fragments import Fragment
 from paceline.servers.keys_messages import KeyCall, KeySaid
 from paceline.servers.kv import Pulled, Pushed
 from paceline.servers.register import Counted, Delivered, Receipt
+from paceline.servers.rounds import Closed
 from paceline.servers.row_optimizers import RowOptimizer
 from paceline.servers.tables import Table
+from paceline.strategies.outer import AnyOuter
+
+
+class Centre(msgspec.Struct, frozen=True):
+    """Where clients train apart: when a round counts, and what comes of it. See `rounds.Rounds`."""
+
+    quorum: int
+    grace_s: float
+    outer: AnyOuter
 
 
 class Drawing(msgspec.Struct):
@@ -31,6 +41,7 @@ class Drawing(msgspec.Struct):
     """Where they do so at their own pace: there is a register then, behind the last fragment."""
     tables: list[Table] = []
     """Their fragments are numbered behind all that: those of the first table, of the second, …"""
+    centre: Centre | None = None
 
     @property
     def first_row_fragment(self) -> int:
@@ -174,7 +185,8 @@ class Update(msgspec.Struct):
 
 
 class Apply(msgspec.Struct, tag=True):
-    """The `count`-th optimizer step of the run + an encoded `Update`, for all fragments at once."""
+    """The `count`-th optimizer step of the run + an encoded `Update`, for all fragments at once; where clients train apart,
+    the end of a round + an encoded `Closed`."""
 
     count: int
     fragments: list[int]
@@ -194,6 +206,16 @@ class Stage(msgspec.Struct, tag=True):
     worker: int
     own: int
     """The worker's how-manieth push."""
+    fragments: list[int]
+
+
+class Bring(msgspec.Struct, tag=True):
+    """What a client's training has come to, θ − w, for when its round is over + bytes."""
+
+    number: int
+    """Of the round."""
+    leaf: int
+    """The client's place among those of the round."""
     fragments: list[int]
 
 
@@ -286,7 +308,7 @@ class Copy(msgspec.Struct, tag=True):
     primary: int
     since: list[int]
     """By which layouts the backup came to hold the fragments."""
-    said: Lay | Summed | Apply | Value | Stage | Noted | Notes | RowPush | Advance | Word | Ended | KeySaid
+    said: Lay | Summed | Apply | Value | Stage | Bring | Noted | Notes | RowPush | Advance | Word | Ended | KeySaid
 
 
 class State(msgspec.Struct, tag=True):
@@ -306,12 +328,22 @@ class Begin(msgspec.Struct, tag=True):
     total: int
     epoch: int
     loader: int
+    members: list[int] = []
+    """Who else will begin it, of those who train clients."""
+    here: list[int] | None = None
+    """Of a round's clients, those whose data this worker has; None: all."""
 
 
 class Enter(msgspec.Struct, tag=True):
     """A newcomer comes in the middle of a stretch; waits for one. Answered by `Done` + notes."""
 
     worker: int
+
+
+class Ongoing(msgspec.Struct, tag=True):
+    """Whether this round is still open; answered by `Done`."""
+
+    stretch: int
 
 
 class Turn(msgspec.Struct, tag=True):
@@ -327,6 +359,8 @@ class Turn(msgspec.Struct, tag=True):
     """From main: of how many steps it has the receipts."""
     leaves: bool = False
     """It takes no more."""
+    scheduled: int = 0
+    """Which of the script's schedulers are stepped within its loop, a bit each."""
 
 
 class Push(msgspec.Struct, tag=True):
@@ -385,6 +419,9 @@ class Turned(msgspec.Struct, tag=True):
     """When the stretch is over: how many pulls had how much."""
     waited: dict[int, float] = {}
     """Seconds that this took, by the worker that was waited for."""
+    closed: Closed | None = None
+    """When it was a round, and that counts."""
+    scheduled: int = 0
 
 
 class Number(msgspec.Struct, tag=True):
@@ -400,7 +437,7 @@ class Tail(msgspec.Struct, tag=True):
 
 OfRows = Rows | RowPush | Advance | Survey
 Meeting = Word | Ended | Meet | Abreast | Lacking
-Asking = Begin | Enter | Turn | Push | Lost | Unheard | Hold | Notes
+Asking = Begin | Enter | Ongoing | Turn | Push | Lost | Unheard | Hold | Notes
 
 
 class Done(msgspec.Struct, tag=True):
@@ -426,6 +463,7 @@ class Asked(msgspec.Struct, tag=True):
         | Apply
         | Value
         | Stage
+        | Bring
         | Pull
         | State
         | Asking

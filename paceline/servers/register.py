@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from typing import Self
 
 import msgspec
 
@@ -35,6 +36,9 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True):
     samples: int
     ids: int
     digest: int
+    weight: int = 0
+    moved: int = 0
+    """Where clients train apart: the samples that the client has, and bytes that went to and from the servers for it."""
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True):
@@ -198,9 +202,12 @@ class Register(msgspec.Struct):
         receipt.ids += each.ids
         receipt.digest = signed(receipt.digest + each.digest)
         self.samples += each.samples
-        while (whole := self.open.get(self.steps)) is not None and whole.parts == self.slots:
+        while (whole := self.open.get(self.steps)) is not None and self._whole(whole):
             self.receipts.append(self.open.pop(self.steps))
             self.steps += 1
+
+    def _whole(self, receipt: Receipt) -> bool:
+        return receipt.parts == self.slots
 
     def step_of(self, number: int) -> int:
         """The run's step to which a micro-batch belongs."""
@@ -236,7 +243,7 @@ class Register(msgspec.Struct):
 
     # checkpoints
 
-    def at_rest(self) -> Register:
+    def at_rest(self) -> Self:
         """The same for workers of another life: nothing in hand, nobody there."""
         unfinished = sorted({*self.back, *(number for mine in self.held.values() for number in mine)})
         rest = msgspec.structs.replace(
@@ -249,6 +256,6 @@ class Register(msgspec.Struct):
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    @staticmethod
-    def decode(data: bytes | memoryview) -> Register:
-        return msgspec.msgpack.decode(data, type=Register)
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Self:
+        return msgspec.msgpack.decode(data, type=cls)

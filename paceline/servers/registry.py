@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -65,11 +66,13 @@ class Waits:
 class Registry:
     """`since` which layout this server holds it. All methods are called under `changed`."""
 
+    _kind: type[Register] = Register
+
     def __init__(self, mode: Mode, slots: int, since: int) -> None:
         self.since = since
         self.changed = threading.Condition(threading.RLock())
         self.version = 0
-        self._register = Register(slots)
+        self._register = self._kind(slots)
         self._clocks = Clocks(mode, self._register.clocks)
         self._notes: tuple[int, bytes] | None = None
         """Of which stretch, and what."""
@@ -90,9 +93,9 @@ class Registry:
     def do(self, message: Lay | Noted | Notes, body: memoryview) -> None:
         match message:
             case Lay():
-                self._become(Register.decode(body) if len(body) else self._register, 1)
+                self._become(self._kind.decode(body) if len(body) else self._register, 1)
             case Noted(version):
-                self._become(Register.decode(body), version)
+                self._become(self._kind.decode(body), version)
             case Notes(stretch):
                 self._notes = stretch, bytes(body)
         self.changed.notify_all()
@@ -110,14 +113,14 @@ class Registry:
     def draft(self, call: Asking, body: memoryview) -> tuple[Answer | None, bytes]:
         """What is answered, if anything is yet; and the next state, encoded, if there is one: it holds once it is `do`ne."""
         before = self._register.encode()
-        register = Register.decode(before)
+        register = self._kind.decode(before)
         self._clocks.kept = register.clocks
         answer = self._consider(register, call, body)
         self._clocks.kept = self._register.clocks
         after = register.encode()
         return answer, b"" if after == before else after
 
-    def _consider(self, register: Register, call: Asking, body: memoryview) -> Answer | None:
+    def _consider(self, register: Any, call: Asking, body: memoryview) -> Answer | None:
         match call:
             case Begin(worker, stretch, total, epoch, loader):
                 register.begin(stretch, total, epoch, loader)
@@ -144,6 +147,7 @@ class Registry:
                 return self._hold(register, worker, yes)
             case Notes():
                 return Done(), ()
+        return None
 
     def _enter(self, register: Register, worker: int) -> Answer | None:
         if self._notes is None or self._notes[0] != register.stretch or register.over:

@@ -16,6 +16,7 @@ from paceline.servers.carried import DTYPES
 from paceline.servers.clocks import BEHIND, Backup, parse
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
 from paceline.servers.held import Held, Point, Said, as_bytes
+from paceline.servers.held_centre import HeldCentre
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.lines import Line
 from paceline.servers.messages import (
@@ -24,6 +25,7 @@ from paceline.servers.messages import (
     Apply,
     Asking,
     Begin,
+    Bring,
     Call,
     Done,
     Drawing,
@@ -37,6 +39,7 @@ from paceline.servers.messages import (
     Meet,
     Noted,
     Notes,
+    Ongoing,
     Outline,
     Part,
     Pull,
@@ -56,15 +59,17 @@ from paceline.servers.messages import (
     Word,
 )
 from paceline.servers.registry import Answer, Registry
+from paceline.servers.round_registry import RoundRegistry
 from paceline.servers.row_optimizers import Block
 from paceline.servers.tables import FRAGMENTS, packed_size
 from paceline.tensors.channel import left_alone
 
-Copied = Said | Noted | Notes
+Copied = Said | Bring | Noted | Notes
 
 
 class Shelf(Copying[Any]):
-    """Of `Held`, and of the `Registry` where workers go at their own pace: both know, do and tell what is said."""
+    """Of `Held` (of `HeldCentre` where clients train apart), and of the `Registry` where workers go at their own pace: all
+    know, do and tell what is said."""
 
     _drawing: Drawing | None = None
     _drawn = b""
@@ -91,7 +96,7 @@ class Shelf(Copying[Any]):
 
     def _answer(self, call: msgspec.Struct, body: memoryview) -> Answered:
         match call:
-            case Lay() | Value() | Apply() | Stage() | Notes() | RowPush() | Advance() | Word():
+            case Lay() | Value() | Apply() | Stage() | Bring() | Notes() | RowPush() | Advance() | Word():
                 self._hear(call, body)
             case Ended():
                 self._hear(call, body)
@@ -113,7 +118,7 @@ class Shelf(Copying[Any]):
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
                 return serving.Answer(Done(), [as_bytes(self._pulled(k, version)) for k in fragments], left_alone)
-            case Begin() | Enter() | Turn() | Push() | Lost() | Unheard() | Hold():
+            case Begin() | Enter() | Ongoing() | Turn() | Push() | Lost() | Unheard() | Hold():
                 return self._register(call, body)
             case State(fragment):
                 with self._locked([fragment]) as (held,):
@@ -124,7 +129,7 @@ class Shelf(Copying[Any]):
                 return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call)))),)
         return Done(), ()
 
-    def _hear(self, said: Said | Notes, body: memoryview) -> None:
+    def _hear(self, said: Said | Bring | Notes, body: memoryview) -> None:
         bodies = self._cut(said, body)
         with self._locked(said.fragments) as helds:
             fresh = {
@@ -257,7 +262,7 @@ class Shelf(Copying[Any]):
         """What is said of all fragments together has one body."""
         return bodies[:1] if isinstance(said, (Apply, Advance)) else bodies
 
-    def _new(self, fragment: int, since: int) -> Held | HeldRows | Registry:
+    def _new(self, fragment: int, since: int) -> Held | HeldRows | HeldCentre | Registry:
         drawing = self._drawing
         if drawing is None or not 0 <= fragment < drawing.first_row_fragment + FRAGMENTS * len(drawing.tables):
             raise ValueError(f"there is no fragment {fragment}")
@@ -265,7 +270,11 @@ class Shelf(Copying[Any]):
             table = (fragment - drawing.first_row_fragment) // FRAGMENTS
             return HeldRows(table, drawing.tables[table], since)
         if fragment >= len(drawing.fragments):
+            if drawing.centre is not None:
+                return RoundRegistry(drawing.centre, since)
             return Registry(parse(drawing.mode), drawing.slots, since)
         found = drawing.fragments[fragment]
+        if drawing.centre is not None:
+            return HeldCentre(found, DTYPES[drawing.flats[found.flat]], drawing.centre.outer, since)
         behind = BEHIND if isinstance(parse(drawing.mode), Backup) else 0
         return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since, behind)

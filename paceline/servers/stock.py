@@ -15,7 +15,7 @@ from paceline.servers.calling import Reply
 from paceline.servers.carried import Carried, describe, hyper
 from paceline.servers.fragments import Fragment, cut
 from paceline.servers.holders import Holders
-from paceline.servers.messages import Drawing, Lay, Pull, State
+from paceline.servers.messages import Centre, Drawing, Lay, Pull, State
 from paceline.servers.optimizers import cut as cut_state
 from paceline.servers.optimizers import join
 from paceline.servers.peers import stretch
@@ -36,6 +36,7 @@ class Stock:
         mode: str = "ps",
         slots: int = 0,
         tables: Sequence[Table] = (),
+        centre: Centre | None = None,
     ) -> None:
         self._holders, self._replica, self._layout = holders, replica, layout
         params, optimizers = replica.params, replica.optimizers
@@ -43,7 +44,8 @@ class Stock:
         self.values = layout.allocate()
         """What the servers hold, as of the last pull; parameters, then buffers."""
         self.value_of = layout.views(self.values)
-        self.carried: list[Carried] = [describe(optimizer, params) for optimizer in optimizers]
+        # Where clients train apart, optimizers are theirs alone.
+        self.carried: list[Carried] = [] if centre else [describe(optimizer, params) for optimizer in optimizers]
         _refuse_shared(self.carried)
         # With several optimizers a fragment may have the next one's step in it already: then that is not ours to take.
         self._incoming = self.values if len(optimizers) < 2 or slots else layout.allocate()
@@ -52,21 +54,20 @@ class Stock:
         sizes = [fragment.nbytes(layout) for fragment in self.fragments]
         register = [1] if slots else []
         rows = [NOMINAL_BYTES] * FRAGMENTS * len(tables)
-        drawing = Drawing(list(self.fragments), dtypes, self.carried, mode, slots, list(tables))
+        drawing = Drawing(list(self.fragments), dtypes, self.carried, mode, slots, list(tables), centre)
         holders.place(drawing, [*sizes, *register, *rows])
 
-    def lay(self, count: int, register: bytes | None = None) -> None:
+    def lay(self, count: int, register: bytes | None = None, beside: Sequence[Any] = ()) -> None:
         """Give the servers the values and the optimizers' state, after so many optimizer steps; and the register, if there
-        is one."""
-        states = [optimizer.state_dict() for optimizer in self._replica.optimizers]
+        is one. `beside`: of each fragment, what lies there instead of optimizers' state."""
+        states = [optimizer.state_dict() for optimizer in self._replica.optimizers if self.carried]
         self._note_values()
 
         def attempt() -> None:
             calls = []
             for number, fragment in enumerate(self.fragments):
-                pieces = [self._pieces_of(carried, fragment) for carried in self.carried]
-                found = [cut_state(*each) for each in zip(states, self.carried, pieces, strict=True)]
-                state = [] if fragment.buffers else [memoryview(Snapshot(found).packed())]
+                found = beside[number] if beside else self._cut_states(states, fragment)
+                state = [] if found is None else [memoryview(Snapshot(found).packed())]
                 value = stretch(self.values, fragment)
                 calls.append(self._holders.out([number], Lay([number], count), value, *state))
             if register is not None:
@@ -75,6 +76,12 @@ class Stock:
             self._holders.wait(calls)
 
         self._holders.through(attempt)
+
+    def _cut_states(self, states: Sequence[dict[str, Any]], fragment: Fragment) -> list[Any] | None:
+        if fragment.buffers or not self.carried:
+            return None
+        pieces = [self._pieces_of(carried, fragment) for carried in self.carried]
+        return [cut_state(*each) for each in zip(states, self.carried, pieces, strict=True)]
 
     def _note_values(self) -> None:
         with torch.no_grad():
@@ -136,7 +143,7 @@ class Stock:
         held: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self.carried]
         for number, fragment in enumerate(self.fragments):
             if not fragment.buffers:
-                for known, carried, states in zip(held, self.carried, self._states_of(number), strict=True):
+                for known, carried, states in zip(held, self.carried, self._state_of(number), strict=True):
                     known.extend(zip(self._pieces_of(carried, fragment), states, strict=True))
         for optimizer, carried, mine in zip(self._replica.optimizers, self.carried, held, strict=True):
             load_optimizer(optimizer, join(carried, hyper(optimizer, carried), mine))
@@ -148,11 +155,14 @@ class Stock:
         for optimizer in self._replica.optimizers:
             optimizer.state.clear()
 
-    def _states_of(self, fragment: int) -> list[list[dict[str, Any]]]:
+    def beside(self) -> list[Any]:
+        """Of each fragment, what lies there beside its values."""
+        return [self._state_of(number) for number in range(len(self.fragments))]
+
+    def _state_of(self, fragment: int) -> Any:
         holders = self._holders
         (reply,) = holders.through(lambda: holders.wait([holders.back([fragment], State(fragment))]))
-        states: list[list[dict[str, Any]]] = Snapshot.read(reply.body).tree
-        return states
+        return Snapshot.read(reply.body).tree
 
 
 def _refuse_shared(carried: Iterable[Carried]) -> None:

@@ -5,6 +5,7 @@ To add a strategy, write one file with a class that follows `Strategy`, and name
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,14 @@ class Entry(NamedTuple):
     """Whether each worker trains a replica of its own."""
     coded: tuple[str, str] | None = None
     """Module and class of the same with a codec, if there is one."""
+    reads: Callable[[str], object] = clocks.parse
+    """What stands behind its name; UsageError if it cannot. Of those with servers."""
+
+
+def _federation(text: str) -> object:
+    from paceline.strategies.federation import parse
+
+    return parse(text)
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
@@ -59,6 +68,14 @@ TABLE = {
     "postlocal": Entry(*_APART, "every step until step 500, then the same", numbers=":500,20", apart=True),
     "diloco": Entry(*_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True),
     "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True),
+    "federated": Entry(
+        "paceline.strategies.federated",
+        "Federated",
+        "every round, what clients have trained, at servers",
+        servers=True,
+        numbers=":rounds=50,clients=8,sample=4",
+        reads=_federation,
+    ),
 }
 
 
@@ -114,7 +131,7 @@ def _find(text: str) -> Entry:
     if TABLE[name].apart:
         rhythm.parse(text)
     elif TABLE[name].servers:
-        clocks.parse(mode)
+        TABLE[name].reads(mode)
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")
     return TABLE[name]

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.membership import View
+from paceline.data.loader import Feed
 from paceline.data.receipts import Tally
 from paceline.replica import Replica
 from paceline.servers.holders import Directory
@@ -104,6 +105,17 @@ class Served(Strategy, Protocol):
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
     def lay(self) -> None: ...
     def begin(self) -> None: ...
+
+
+@runtime_checkable
+class InRounds(Strategy, Protocol):
+    """Clients train, each on its own of a loader's samples, and one round is one pass of the script's loop over epochs."""
+
+    rounds: int
+    """How many; 0: as many as the script says."""
+
+    def feed(self, loader: Any, seed: int) -> Feed:
+        """What a prepared loader gives."""
 
 
 @runtime_checkable
