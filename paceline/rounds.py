@@ -294,7 +294,7 @@ class Rounds:
 
     def _catch_up(self, gift: Gift, common: Snapshot) -> None:
         """The others have had this exchange, and wait in the next one."""
-        self._strategy.catch_up(gift, self._own_part(gift), common.tree["strategy"])
+        self._strategy.catch_up(gift, self.slot, self._slots, self._own_part(gift), common.tree["strategy"])
         self._run._keeping.catch_up(common)
         self._samples = self._stepper.samples
         self._stepper.agreed_term = self._session.view.term

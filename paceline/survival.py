@@ -22,7 +22,9 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
     more = more_copies(settings)
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
-    if settings.listen and keeps(settings):
+    if settings.listen and find(settings.strategy).apart:
+        first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
+    elif settings.listen and keeps(settings):
         first = (
             f"the run ends if a worker or a machine dies: on several machines nobody else has what {settings.strategy} keeps for its "
             "slots (+bf16 keeps nothing); then"

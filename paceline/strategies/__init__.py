@@ -64,10 +64,14 @@ TABLE = {
     "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
     "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
     "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
-    "local": Entry(*_APART, "every 20 steps, weights, with each other", numbers=":20", apart=True),
-    "postlocal": Entry(*_APART, "every step until step 500, then the same", numbers=":500,20", apart=True),
-    "diloco": Entry(*_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True),
-    "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True),
+    "local": Entry(*_APART, "every 20 steps, weights, with each other", numbers=":20", apart=True, coded=_APART),
+    "postlocal": Entry(
+        *_APART, "every step until step 500, then the same", numbers=":500,20", apart=True, coded=_APART
+    ),
+    "diloco": Entry(
+        *_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True, coded=_APART
+    ),
+    "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True, coded=_APART),
     "federated": Entry(
         "paceline.strategies.federated",
         "Federated",

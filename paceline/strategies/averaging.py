@@ -3,6 +3,7 @@
 Every worker is one replica with an optimizer of its own. What they exchange is how far each has come from θ, the weights
 that they had in common last: Δ = mean(θ − θᵢ), added up in the fixed tree over the slots, each counted by its samples.
 An outer optimizer takes Δ for a gradient; its state is the same everywhere, and so is the new θ. See `rhythm` for when.
+A codec (`diloco:50+int8`) acts on each replica's difference, and what it leaves out stays with the replica.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from paceline.strategies.base import Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.outer import State
 from paceline.strategies.rhythm import parse
+from paceline.tensors import codecs
+from paceline.tensors.coded import CodedReducer
 from paceline.tensors.layout import sum_dtype
 from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
@@ -63,7 +66,10 @@ class Averaging:
     def __init__(self, text: str) -> None:
         """As it is written for --strategy."""
         self._text = text
-        self.rhythm = parse(text)
+        plain, _, codec = text.partition("+")
+        self.rhythm = parse(plain)
+        self._codec = codecs.parse(codec) if codec else None
+        self._sent_before, self._wire_bytes = 0, 0
         self.rounds, self.drift = 0, 0.0
         """How often they have met, and how far this one had come from the mean when they last did, by θ's norm."""
 
@@ -86,9 +92,15 @@ class Averaging:
             tensors = [replica.params[index] for index in params]
             buffers = replica.buffers if number == 0 else []
             states = [self.rhythm.outer.begin(self._theta[index]) for index in params]
-            self._fragments.append(Fragment(params, Reducer([*tensors, *buffers], len(tensors), self._peers), states))
+            self._fragments.append(Fragment(params, self._reducer([*tensors, *buffers], len(tensors)), states))
+
+    def _reducer(self, tensors: list[torch.Tensor], count: int) -> Reducer:
+        if self._codec is None:
+            return Reducer(tensors, count, self._peers)
+        return CodedReducer(tensors, count, self._peers, self._codec)
 
     def meet(self, peers: Peers) -> None:
+        self._sent_before += self._peers.sent_bytes
         self._peers = peers
         for fragment in self._fragments:
             fragment.reducer.peers = peers
@@ -132,9 +144,14 @@ class Averaging:
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
             with torch.no_grad():
-                reducer.open(plan, 0)
+                if isinstance(reducer, CodedReducer):
+                    reducer.begin(self.rounds, 0)
+                reducer.open(plan, 1)
                 reducer.fold(slot, mine, weight)
-                gift.means.append(reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, [], True, 1.0))
+                lanes = [self._sent_before + self._peers.sent_bytes]
+                mean = reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, lanes, True, 1.0)
+                self._wire_bytes = int(mean.rows.sum())
+                gift.means.append(mean)
 
     def take(self, gift: Gift, own: float) -> None:
         """What became of it comes in; the own weights count for `own` there."""
@@ -165,8 +182,14 @@ class Averaging:
                     theta, param = self._theta[index], self._replica.params[index]
                     param.copy_(param * own + theta * (1 - own) if own else theta)
 
-    def catch_up(self, gift: Gift, own: float, state: dict[str, Any]) -> None:
+    def catch_up(self, gift: Gift, slot: int, slots: int, own: float, state: dict[str, Any]) -> None:
         """The same for one who comes too late for that: this is what another one has had behind it."""
+        for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
+            reducer = self._fragments[number].reducer
+            if isinstance(reducer, CodedReducer):
+                with torch.no_grad():
+                    reducer.begin(self.rounds, 0)
+                    reducer.missed(slot, slots, mine, weight)
         self._take_common(state)
         if 0 in gift.fragments and self._replica.buffers:
             torch._foreach_copy_(self._replica.buffers, self._buffers.start)
@@ -182,12 +205,20 @@ class Averaging:
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
             "trained": [[fragment.steps, fragment.samples] for fragment in self._fragments],
+            "kept": [r.kept.own() if isinstance(r, CodedReducer) else [] for r in self._reducers],
         }
+
+    @property
+    def _reducers(self) -> list[Reducer]:
+        return [fragment.reducer for fragment in self._fragments]
 
     def restore(self, state: dict[str, Any]) -> None:
         self._take_common(state)
         for fragment, (steps, samples) in zip(self._fragments, state["trained"], strict=True):
             fragment.steps, fragment.samples = steps, samples
+        for reducer, kept in zip(self._reducers, state["kept"], strict=True):
+            if isinstance(reducer, CodedReducer):
+                reducer.kept.take_back(kept)
 
     def _take_common(self, state: dict[str, Any]) -> None:
         self.rounds = state["rounds"]
@@ -203,7 +234,11 @@ class Averaging:
         return nullcontext()
 
     def report(self) -> dict[str, Any]:
-        return {"rounds": self.rounds}
+        """Bytes: what all had sent when they came to the last exchange."""
+        sent = sum(r.sent_bytes for r in self._reducers if isinstance(r, CodedReducer))
+        plain = sum(r.plain_bytes for r in self._reducers if isinstance(r, CodedReducer))
+        compression = {"compression": round(sent / plain, 5)} if plain else {}
+        return {"rounds": self.rounds, "wire_bytes": self._wire_bytes, **compression}
 
     def close(self) -> None:
         return

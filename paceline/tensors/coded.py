@@ -102,7 +102,17 @@ class CodedReducer(Reducer):
 
     def fold(self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float) -> None:
         super().fold(leaf, [grads[index] for index in self._plain], weight)
-        mask, absent = 0, []
+        self._messages[leaf] = self._encode(leaf, grads, weight)
+
+    def missed(self, leaf: int, leaves: int, grads: Sequence[torch.Tensor | None], weight: float) -> None:
+        """The others have met for this share already: what its message left out is kept, as if this one had met them."""
+        self.kept.open(self._call, leaves)
+        self._encode(leaf, grads, weight)
+        self.kept.commit([leaf])
+
+    def _encode(self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float) -> _Message:
+        mask = 0
+        absent: list[slice] = []
         for number, (index, at) in enumerate(zip(self._coded, self._stretches, strict=True)):
             grad, view = grads[index], self._value_views[number]
             if grad is None:
@@ -119,7 +129,7 @@ class CodedReducer(Reducer):
             self._values.mul_(weight)
         for at in absent:
             self._values[at] = 0.0
-        self._messages[leaf] = _Message(mask, self._send(leaf, absent).cpu())
+        return _Message(mask, self._send(leaf, absent).cpu())
 
     def _send(self, leaf: int, absent: Sequence[slice]) -> torch.Tensor:
         old, target = self.kept.old(leaf).to(self._device), self.kept.new(leaf)

@@ -97,6 +97,14 @@ class Kept:
         self._mine = {at: list(range(at[1])) if first and self._commits[at] else [] for at in self._mine}
         self._whole = True
 
+    def take_back(self, own: list[list[Any]]) -> None:
+        """What another process told of its own, whose place this one takes."""
+        for call, leaves, commits, mine, rows in own:
+            self.open(call, leaves)
+            self._commits[self._at], self._mine[self._at] = commits, list(mine)
+            for leaf, row in zip(mine, rows, strict=True):
+                self._row(self._at, 0, leaf).copy_(row)
+
     # newcomers and checkpoints
 
     def capture(self) -> list[list[Any]]:
