@@ -40,9 +40,12 @@ from paceline.tensors.tree import Plan
 
 
 class ParameterServers(AllReduce):
-    at_servers = True
     mode = "ps"
     """As the servers are told it."""
+
+    def __init__(self, text: str = "ps") -> None:
+        super().__init__(text)
+        self.waits: dict[int, float] = {}
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
