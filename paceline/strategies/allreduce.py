@@ -34,7 +34,6 @@ class AllReduce:
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
-        self.waits: dict[int, float] = {}
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._replica, self._peers, self._mean, self._scaled = replica, peers, mean, scaled

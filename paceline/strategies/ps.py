@@ -44,6 +44,10 @@ class ParameterServers(AllReduce):
     """As the servers are told it."""
     _meets_workers = False
 
+    def __init__(self, text: str = "ps") -> None:
+        super().__init__(text)
+        self.waits: dict[int, float] = {}
+
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
         self._holders = Holders(servers)
