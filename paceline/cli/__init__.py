@@ -26,6 +26,7 @@ _VERBS = {
     "checkpoints": "List, check and export a run's checkpoints.",
     "verify": "Prove from its receipts which samples a run trained.",
     "hash": "Print the weights hash of a file.",
+    "strategies": "List the strategies and codecs, and what they cost.",
     "doctor": "Check this machine.",
 }
 

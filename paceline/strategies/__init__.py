@@ -23,8 +23,12 @@ class Entry(NamedTuple):
     module: str
     """Imported when the strategy is chosen."""
     name: str
-    words: str
-    """What it does, in a few of them."""
+    where: str
+    when: str
+    what: str
+    """Where workers meet, when, and what they exchange: in a few words."""
+    moves: str
+    """What each sends and receives, P being the bytes of the parameters."""
     servers: bool = False
     """Whether workers meet at servers."""
     numbers: str = ""
@@ -38,6 +42,10 @@ class Entry(NamedTuple):
     reads: Callable[[str], object] = clocks.parse
     """What stands behind its name; UsageError if it cannot. Of those with servers."""
 
+    @property
+    def words(self) -> str:
+        return f"{self.when}, {self.what}, {self.where}"
+
 
 def _federation(text: str) -> object:
     from paceline.strategies.federation import parse
@@ -45,37 +53,62 @@ def _federation(text: str) -> object:
     return parse(text)
 
 
+def _free(when: str, numbers: str = "") -> Entry:
+    moves = "P out and P in for each micro-batch"
+    return Entry(*_FREE, "at servers", when, "gradients", moves, servers=True, numbers=numbers)
+
+
+def _apart(when: str, what: str, numbers: str, moves: str) -> Entry:
+    return Entry(*_APART, "with each other", when, what, moves, numbers=numbers, apart=True, coded=_APART)
+
+
+_PS = "paceline.strategies.ps", "ParameterServers"
 _FREE = "paceline.strategies.free", "FreeRunning"
 _APART = "paceline.strategies.averaging", "Averaging"
+_EVERY = "P out and P in a step"
 TABLE = {
     "allreduce": Entry(
         "paceline.strategies.allreduce",
         "AllReduce",
-        "every step, gradients, with each other",
+        "with each other",
+        "every step",
+        "gradients",
+        _EVERY,
         coded=("paceline.strategies.coded", "CodedAllReduce"),
     ),
-    "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
+    "ps": Entry(*_PS, "at servers", "every step", "gradients", _EVERY, servers=True),
     "ps+backup": Entry(
-        "paceline.strategies.backup", "Backups", "the same, slow shares twice", servers=True, numbers=":1"
+        "paceline.strategies.backup",
+        "Backups",
+        "at servers",
+        "every step, slow shares twice",
+        "gradients",
+        "P out for each share and P in a step",
+        servers=True,
+        numbers=":1",
     ),
-    "central": Entry(
-        "paceline.strategies.ps", "ParameterServers", "the same, all variables at one server", servers=True, one=True
+    "central": Entry(*_PS, "at one server", "every step", "gradients", _EVERY, servers=True, one=True),
+    "async": _free("no waiting"),
+    "ssp": _free("at most 3 steps ahead of the slowest", ":3"),
+    "dssp": _free("1 to 8 steps ahead, as it pays", ":1,8"),
+    "local": _apart("every 20 steps", "weights", ":20", "P out and P in every 20 steps"),
+    "postlocal": _apart(
+        "every step until step 500, then every 20", "weights", ":500,20", "first as allreduce, then as local"
     ),
-    "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
-    "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
-    "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
-    "local": Entry(*_APART, "every 20 steps, weights, with each other", numbers=":20", apart=True, coded=_APART),
-    "postlocal": Entry(
-        *_APART, "every step until step 500, then the same", numbers=":500,20", apart=True, coded=_APART
+    "diloco": _apart("every 50 steps", "differences, for an outer optimizer", ":50", "P out and P in every 50 steps"),
+    "streaming": _apart(
+        "every 50 steps, 4 fragments in turn",
+        "differences, for an outer optimizer",
+        ":50,4",
+        "as diloco, a fourth at a time",
     ),
-    "diloco": Entry(
-        *_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True, coded=_APART
-    ),
-    "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True, coded=_APART),
     "federated": Entry(
         "paceline.strategies.federated",
         "Federated",
-        "every round, what clients have trained, at servers",
+        "at servers",
+        "every round, a sample of clients",
+        "what they have trained",
+        "P out and P in for each client and round",
         servers=True,
         numbers=":rounds=50,clients=8,sample=4",
         reads=_federation,

@@ -64,7 +64,7 @@ def trained(folder: Path, strategy: str, *flags: str, orders: tuple[str, ...] = 
     return done
 
 
-@pytest.mark.parametrize("strategy", ["diloco:4", "streaming:8,2,overlap=2"])
+@pytest.mark.parametrize("strategy", ["diloco:4+int8", "streaming:8,2,overlap=2"])
 def test_replicas_are_killed_in_every_phase_of_a_round_and_the_weights_are_the_same(
     tmp_path: Path, strategy: str
 ) -> None:
