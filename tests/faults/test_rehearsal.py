@@ -134,9 +134,10 @@ LOSES_ALL = f"""{MARK}{TRAINS.replace("F.cross", "lose_all(); F.cross")}"""
 LOSES_ALL = LOSES_ALL.replace(
     "run.prepare",
     """
+nursery = os.getppid()   # as long as it lives: an orphan's parent is not ours to kill
 def lose_all():
-    if mark.endswith("/seed-1") and run.step == 100 and not run.resumed:
-        os.kill(os.getppid(), 9)
+    if mark.endswith("/seed-1") and run.step == 100 and not run.resumed and os.getppid() == nursery:
+        os.kill(nursery, 9)
 run.prepare""",
 )
 
