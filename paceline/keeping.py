@@ -186,10 +186,11 @@ class Keeping:
         assert stepper is not None
         if not self._recorder.settle():
             self._owed = True
-        if stepper.agreed_term > run._session.view.term:
-            self._collect()
-        run.terms.boundary(stepper.agreed_term, self)
         every = run.settings.checkpoint_every
+        due = bool(every) and stepper.step // every > self._last // every
+        if due or (every and run.stopped) or stepper.agreed_term > run._session.view.term:
+            self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
+        run.terms.boundary(stepper.agreed_term, self)
         if not every:
             return
         if not self._seen:
@@ -197,7 +198,7 @@ class Keeping:
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step // every > self._last // every or (self._owed and not self._takes_all):
+        elif due or (self._owed and not self._takes_all):
             self._checkpoint()
         self._last = stepper.step
 
@@ -205,6 +206,7 @@ class Keeping:
         """The run stops here, so that it can go on later; what the script still does is not part of it."""
         if self._run.settings.checkpoint_every:
             self.settle()
+            self._collect()
             self._checkpoint()
             self.settle()
 
@@ -235,7 +237,6 @@ class Keeping:
             self._scattered.collect(lambda payload: self._run.terms.gather(_COLLECTED, payload))
 
     def _checkpoint(self) -> None:
-        self._collect()
         loop = self._run._feeding.loop
         states = loop.states() if isinstance(loop, Rounds) else ()
         if self._run.is_main:
