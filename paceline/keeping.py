@@ -191,30 +191,35 @@ class Keeping:
         assert stepper is not None
         if not self._recorder.settle():
             self._owed = True
-        if stepper.agreed_term > run._session.view.term:
-            self._collect()
+        stops = bool(run.settings.checkpoint_every and run.stopped)
+        if self._due or stops or stepper.agreed_term > run._session.view.term:
+            self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         run.terms.boundary(stepper.agreed_term, self)
         self.checkpoint_if_due()
 
+    @property
+    def _due(self) -> bool:
+        every = self._run.settings.checkpoint_every
+        return bool(every) and self._run.step // every > self._last // every
+
     def checkpoint_if_due(self) -> None:
-        run, stepper = self._run, self._run._stepper
-        assert stepper is not None
-        every = run.settings.checkpoint_every
-        if not every:
+        run = self._run
+        if not run.settings.checkpoint_every:
             return
         if not self._seen:
             self._seen = True
             self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
-        elif stepper.step // every > self._last // every or (self._owed and not self._takes_all):
+        elif self._due or (self._owed and not self._takes_all):
             self._checkpoint()
-        self._last = stepper.step
+        self._last = run.step
 
     def at_stop(self) -> None:
         """The run stops here, so that it can go on later; what the script still does is not part of it."""
         if self._run.settings.checkpoint_every:
             self.settle()
+            self._collect()
             self._checkpoint()
             self.settle()
 
@@ -233,7 +238,7 @@ class Keeping:
     @property
     def _takes_all(self) -> bool:
         """Whether all workers have a part in a checkpoint: then it is taken where all know it to be due."""
-        return self._may_lag or self._scattered is not None
+        return self._may_lag or self._scattered is not None or isinstance(self._run._feeding.loop, Rounds)
 
     @property
     def _scattered(self) -> Lasting | None:
@@ -245,7 +250,6 @@ class Keeping:
             self._scattered.collect(lambda payload: self._run.terms.gather(_COLLECTED, payload))
 
     def _checkpoint(self) -> None:
-        self._collect()
         loop = self._run._feeding.loop
         states = loop.states() if isinstance(loop, Rounds) else ()
         if self._run.is_main:

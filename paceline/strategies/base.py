@@ -167,4 +167,4 @@ class Lasting(Strategy, Protocol):
         """Before `attach`: memory that outlives a worker and is the same for all; None where there is none."""
 
     def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
-        """Between two steps: everybody gets everybody's."""
+        """Between two steps: everybody gets everybody's. Nothing is done where all have it already."""

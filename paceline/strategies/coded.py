@@ -73,6 +73,8 @@ class CodedAllReduce(AllReduce):
         return self._codec.feedback and self._allocate is None
 
     def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
+        if self._reducer.kept.whole:
+            return
         said = gather(lambda: bytes(Snapshot(self._reducer.kept.own()).packed()))
         everyone = [Snapshot.read(memoryview(bytearray(raw))).tree for raw in said]
         self._reducer.kept.take_in(everyone, self._peers.rank == 0)

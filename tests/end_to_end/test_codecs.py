@@ -41,26 +41,14 @@ def test_the_same_bits_whoever_dies(tmp_path: Path, codec: str, alone: Alone) ->
 # on several machines, where workers share no memory
 
 STRATEGY = "allreduce+topk:0.1"
-SPREAD = (
-    "-n",
-    "4",
-    "--slots",
-    "8",
-    "--lease",
-    "1.5",
-    "--strategy",
-    STRATEGY,
-    "--checkpoint-every",
-    "20",
-    "--keep",
-    "1000",
-)
+SPREAD = ("-n", "4", "--slots", "8", "--lease", "1.5", "--strategy", STRATEGY)
 
 
 def test_the_same_bits_on_several_machines_while_workers_leave_and_come(tmp_path: Path, alone: Alone) -> None:
     """What was kept goes from those who leave to those who have their slots then, and to those who come."""
     one = alone(tmp_path, machines.SCRIPT.replace(WAITS, "False"), slots=8, strategy=STRATEGY)
-    with machines.spread(tmp_path, machines.SCRIPT, 2, *SPREAD) as run:
+    # A checkpoint at each step: at whichever a newcomer begins to follow, there is one.
+    with machines.spread(tmp_path, machines.SCRIPT, 2, *SPREAD, "--checkpoint-every", "1") as run:
         run.wait_for_step(20)
         for workers in ("2", "4"):
             assert paceline("scale", "--runs", "runs", "it", "-n", workers, cwd=tmp_path).returncode == 0
@@ -75,7 +63,7 @@ def test_the_same_bits_on_several_machines_while_workers_leave_and_come(tmp_path
 def test_a_death_on_several_machines_ends_the_run_behind_a_checkpoint_with_all_that_was_kept(
     tmp_path: Path, alone: Alone
 ) -> None:
-    with machines.spread(tmp_path, machines.SCRIPT, 2, *SPREAD) as run:
+    with machines.spread(tmp_path, machines.SCRIPT, 2, *SPREAD, "--checkpoint-every", "20") as run:
         run.wait_for_step(50)
         run.kill(3)
         _, err = run.process.communicate(timeout=PATIENCE_S)

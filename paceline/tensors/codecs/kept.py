@@ -75,6 +75,11 @@ class Kept:
         return self._allocate is None and bool(self._width)
 
     @property
+    def whole(self) -> bool:
+        """Whether all of it is here; so it is for all workers, or for none."""
+        return self._whole
+
+    @property
     def needs_others(self) -> bool:
         """Whether this worker has trained, and others alone have what was kept for their shares."""
         return not self._whole and any(self._mine.values())
