@@ -15,11 +15,11 @@ from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
 from paceline.data.partition import Split, skew
 from paceline.errors import UsageError
+from paceline.loops import Loop
 from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
 from paceline.terms import Terms
-from paceline.turns import Turns
 from paceline.unwinding import Running, came_through, running_now
 
 
@@ -32,8 +32,8 @@ class Feeding:
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
         self._stepper: Stepper | None = None
-        self.turns: Turns | None = None
-        """Where workers run at their own pace."""
+        self.loop: Loop | None = None
+        """The strategy's own, where workers do not meet in every step."""
         self._closed: Running = []
         """What was running when the training loop was left before its end."""
 
@@ -101,6 +101,11 @@ class Feeding:
         """Whether every loader that this epoch has used is at its end."""
         return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
 
+    def position(self, feed: int, epoch: int) -> int:
+        """Batches of this loader that are trained in the epoch."""
+        known, number = self._positions.get(feed, (epoch, 0))
+        return number if known == epoch else 0
+
     def positions_at(self, feed: int, epoch: int, number: int) -> None:
         """So many batches of this loader are trained in the epoch."""
         if feed >= 0:
@@ -126,16 +131,15 @@ class Feeding:
         if stepper is None:
             yield from self._peek(feed)
             return
-        if self.turns is not None:
+        if self.loop is not None:
             try:
-                yield from self.turns.over_loader(feed, feed_number)
+                yield from self.loop.over_loader(feed, feed_number)
             except GeneratorExit:
                 self._session.left = line_of_close()
                 raise
             return
         epoch = stepper.epoch
-        known, number = self._positions.get(feed_number, (epoch, 0))
-        number = number if known == epoch else 0
+        number = self.position(feed_number, epoch)
         aimed: list[int] | None = None
         stepper.gaps.begin()
         self._session.left = None

@@ -17,7 +17,7 @@ from paceline.data.order import mix
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.errors import UsageError
 from paceline.session import Session, user_line
-from paceline.strategies.base import Point, Strategy
+from paceline.strategies.base import Point, Stepwise
 from paceline.tensors.peers import TermEnded
 from paceline.tensors.tree import Plan
 
@@ -42,8 +42,12 @@ def dealt_anew(deal: Deal, members: Sequence[int], slots: int) -> Deal:
 class Flat:
     """The flat side of a stepper."""
 
-    def __init__(self, stepper: Stepper, session: Session, strategy: Strategy) -> None:
-        self._stepper, self._session, self._strategy = stepper, session, strategy
+    def __init__(self, stepper: Stepper, session: Session, strategy: Stepwise | None) -> None:
+        """Without a strategy workers do not meet in a step, and any loop will do."""
+        self._stepper, self._session = stepper, session
+        if strategy is not None:
+            self._strategy = strategy
+            strategy.on_flat_backward(self._begins, self._ends)
         self.allowed = False
         """Whether each worker has one slot."""
         self.known = False
@@ -60,7 +64,6 @@ class Flat:
         """The term ended at the opening: the point is opened when the backward is over, with those who are there then."""
         self.refill: Callable[[], None]
         """Let newcomers in, here and now, until every slot has a worker."""
-        strategy.on_flat_backward(self._begins, self._ends)
 
     @property
     def recovers(self) -> bool:

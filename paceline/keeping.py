@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
 from paceline.launch.environment import NEWEST
+from paceline.rounds import Rounds
 from paceline.state.checkpoint import Checkpoint, newest_good, step_of
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
 from paceline.state.recorder import Recorder
 from paceline.state.snapshot import Snapshot
 from paceline.state.writer import Writer
+from paceline.strategies.base import Stepwise
+from paceline.turns import Turns
 
 if TYPE_CHECKING:
     from paceline.run import Run
@@ -40,9 +46,9 @@ class Keeping:
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
 
-    def capture(self, keys: bool = False) -> Snapshot:
+    def capture(self, keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
         """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a
-        newcomer finds where they are, if they are wanted."""
+        newcomer finds where they are, if they are wanted; and with the states of all replicas, where they train apart."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -64,6 +70,7 @@ class Keeping:
                 "positions": run._feeding.capture(),
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
                 "receipts": [list(receipt) for receipt in self.ledger.recent],
+                "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
             }
         )
 
@@ -86,6 +93,14 @@ class Keeping:
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
         self._last = stepper.step
+        self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
+
+    def catch_up(self, tree: dict[str, Any]) -> None:
+        """What all have in common behind an exchange that this worker has missed."""
+        stepper = self._run._stepper
+        assert stepper is not None
+        stepper.samples = tree["step"][2]
+        self._run._stopping.reason = tree["stopped"]
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
     def resume(self, name: str) -> None:
@@ -117,6 +132,10 @@ class Keeping:
                     f"the checkpoint was written with {name} {theirs[name]}, this run has {mine}: other bits would come out; "
                     f"pass --{name} {theirs[name]}"
                 )
+        states = snapshot.tree["states"]
+        if states:
+            assert isinstance(run._feeding.loop, Rounds)
+            snapshot = Snapshot.read(memoryview(states[run._feeding.loop.slot].numpy()))
         self.restore(snapshot)
         assert run._stepper is not None
         run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
@@ -196,21 +215,24 @@ class Keeping:
 
     @property
     def _may_lag(self) -> bool:
-        return self._run._strategy.may_lag
+        strategy = self._run._strategy
+        return isinstance(strategy, Stepwise) and strategy.may_lag
 
     def _checkpoint(self) -> None:
+        loop = self._run._feeding.loop
+        states = loop.states() if isinstance(loop, Rounds) else ()
         if self._run.is_main:
-            self._take()
+            self._take(states)
         if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost
             self._run.terms.gather(_TAKEN, bytes)
 
-    def _take(self) -> None:
+    def _take(self, states: Sequence[bytes]) -> None:
         run = self._run
         with run._strategy.whole() as register:
             if register is not None:
-                assert run._feeding.turns is not None
-                run._feeding.turns.settle(register)
-            if self._recorder.take(run.step, self.capture(keys=True), run._replica.optimizers):
+                assert isinstance(run._feeding.loop, Turns)
+                run._feeding.loop.settle(register)
+            if self._recorder.take(run.step, self.capture(keys=True, states=states), run._replica.optimizers):
                 self._owed = False
 
     def _may_publish(self) -> bool:

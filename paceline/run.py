@@ -30,19 +30,20 @@ from paceline.hooks import Hook
 from paceline.keeping import Keeping
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
+from paceline.loops import loop_of
+from paceline.pieces import Pieces
 from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.servers.keys_client import KeyValues
 from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
-from paceline.strategies.base import Seat
+from paceline.strategies.base import Seat, Served, Stepwise
 from paceline.summary import summarise
 from paceline.terms import Terms
-from paceline.turns import Turns
 from paceline.watch.folder import write_atomically
 
-_SUMMARY_WRITTEN, _LAID, _BARRIER = mix(0), mix(204), mix(205)
+_SUMMARY_WRITTEN, _LAID, _BARRIER = mix(0), mix(209), mix(210)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -105,7 +106,7 @@ class Run:
         else:
             session.wait_for_main()
         self._strategy = strategies.create(self.settings.strategy)
-        session.free = self._strategy.free
+        session.loose = not isinstance(self._strategy, Stepwise)
         self._stepper: Stepper | None = None
         self._laid = False
         self._kv: KeyValues | None = None
@@ -246,9 +247,9 @@ class Run:
         stepper = self._begin_loop()
         limit = min(count, self.settings.steps or count)
         self._session.row.describe(total_steps=limit)
-        if self._feeding.turns is not None:
+        if self._feeding.loop is not None:
             try:
-                yield from self._feeding.turns.over_steps(count)
+                yield from self._feeding.loop.over_steps(count)
             finally:
                 self._feeding.end_loop()
             return
@@ -292,7 +293,7 @@ class Run:
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
-            self._feeding.turns.enter() if self._feeding.turns is not None else self.terms.join(self._keeping)
+            self._feeding.loop.enter() if self._feeding.loop is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
         elif self._session.resume_from:
             self._keeping.resume(self._session.resume_from)
@@ -300,7 +301,10 @@ class Run:
         self._begin_at_servers()
         if self._session.dry_run:
             self._show_settings()
+        joined = self._session.joining
         self._keeping.begin()
+        if self._feeding.loop is not None and not joined:
+            self._feeding.loop.begin()
         if self._feeding.training:
             raise UsageError(f"{user_line()}: run.epochs() and run.steps() do not nest")
         self._feeding.begin_loop(self._stepper)
@@ -308,17 +312,19 @@ class Run:
 
     def _begin_at_servers(self) -> None:
         """They have the state before anybody trains; whoever is main gives it to them."""
-        if not self._strategy.at_servers or self._session.dry_run:
+        strategy = self._strategy
+        if not isinstance(strategy, Served) or self._session.dry_run:
             return
+
+        def lay() -> bytes:
+            if self.is_main:
+                strategy.lay()
+            return b""
+
         if not self._laid:
             self._laid = True
-            self.terms.gather(_LAID, self._lay)
-        self._strategy.begin()
-
-    def _lay(self) -> bytes:
-        if self.is_main:
-            self._strategy.lay()
-        return b""
+            self.terms.gather(_LAID, lay)
+        strategy.begin()
 
     def _show_settings(self) -> NoReturn:
         """--dry-run ends where training would begin."""
@@ -331,19 +337,20 @@ class Run:
         """Everything is known: lay out memory."""
         if not self._replica.models:
             raise UsageError(f"{user_line()}: no model was given to run.prepare()")
-        precision = self._precision
+        precision, strategy = self._precision, self._strategy
         peers = self.terms.peers
-        if self._strategy.at_servers:
-            self._strategy.reach(self._session.servers(), self._session, self._seat())
+        if isinstance(strategy, Served):
+            strategy.reach(self._session.servers(), self._session, self._seat())
         if tables_of(self._replica.models) and self.settings.strategy not in ("ps", "central"):
             raise UsageError(
                 f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
                 '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
                 "runs alone"
             )
-        self._strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
-        stepper = Stepper(self._session, peers, self._strategy, precision.scales)
-        self.terms.on_peers = [self._strategy.meet, stepper.meet]
+        strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
+        driven = strategy if isinstance(strategy, Stepwise) else Pieces(self._replica, self._mean)
+        stepper = Stepper(self._session, peers, driven, precision.scales)
+        self.terms.on_peers = [strategy.meet, stepper.meet]
         stepper.next_term = self.terms.next
         stepper.flat.refill = lambda: self.terms.refill(stepper.slots, self._keeping)
         # The step of the reduce point in hand is not counted yet.
@@ -352,11 +359,8 @@ class Run:
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
-        if self._strategy.free:
-            from paceline.strategies.free import FreeRunning
-
-            assert isinstance(self._strategy, FreeRunning)
-            self._feeding.turns = Turns(self, self._strategy, stepper)
+        if not isinstance(strategy, Stepwise):
+            self._feeding.loop = loop_of(self, strategy, stepper)
         elif stepper.slots > 1:
             for model in self._replica.models:
                 model.register_forward_pre_hook(Hook(stepper.flat.before_forward))
@@ -414,9 +418,9 @@ class Run:
     def _between_points(self, what: str) -> None:
         """All workers meet here."""
         if self._stepper is not None:
-            checks.between_points(self._stepper, what, self._strategy.free)
-        if self._feeding.turns is not None:
-            self._feeding.turns.come_together()
+            checks.between_points(self._stepper, what, self._feeding.loop is not None)
+        if self._feeding.loop is not None:
+            self._feeding.loop.come_together()
         self._session.at = what
 
     def _warn(self, text: str) -> None:
@@ -431,8 +435,8 @@ class Run:
 
         def tell() -> None:
             if self.is_main:
-                if self._feeding.turns is not None:
-                    self._feeding.turns.collect()
+                if self._feeding.loop is not None:
+                    self._feeding.loop.collect()
                 self._keeping.ledger.close()
                 summarise(self, digest, "failed" if self._failed else self.stopped or "finished")
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")

@@ -91,8 +91,8 @@ class Session:
         self.link: LeaderLink | None = None
         self.apart = False
         """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
-        self.free = False
-        """Whether workers run at their own pace."""
+        self.loose = False
+        """Whether workers do not meet in every step."""
         self.recoveries = 0
         """Workers that the run has lost and gone on without, as of this view."""
         self.homes: dict[int, int] = {0: 0}
@@ -179,7 +179,7 @@ class Session:
         """Whether this worker writes the run's files; not if it was taken for dead meanwhile."""
         if self.joining or self.board.gone(self.worker):
             return False
-        if self.free:  # a view is entered at the end of a stretch: until then the first that is alive is main
+        if self.loose:  # a view is entered where they meet: until then the first that is alive is main
             return next(member for member in self.view.members if not self.board.gone(member)) == self.worker
         return self.view.members[0] == self.worker
 
@@ -251,6 +251,11 @@ class Session:
             for member in self.view.members:
                 if self.board.gone(member):
                     raise TermEnded(f"worker {member} is gone")
+            if self.board.reach < needed and self.loose:
+                raise PeerLostError(
+                    f"--strategy {self.settings.strategy} has {needed} replicas, one a worker, and only {self.board.reach} workers "
+                    "will be there. Go on from a checkpoint, if there is one (`paceline resume`)"
+                )
             if self.board.reach < needed:
                 raise UsageError(
                     f"a flat loop with {needed} slots, and only {self.board.reach} workers will be there. Add the inner loop "

@@ -65,13 +65,19 @@ class Settings:
     def resolved(self) -> Settings:
         """With every value checked, and the defaults that follow from others filled in."""
         _check(self)
-        slots = self.slots or next_power_of_two(self.workers)
+        entry = _strategy_of(self)
+        slots = self.slots or (self.workers if entry.apart else next_power_of_two(self.workers))
+        if entry.apart and slots != self.workers:
+            raise UsageError(
+                f"{self.workers} workers for {slots} slots: with --strategy {self.strategy} each worker trains a replica of its "
+                f"own, which is one slot; pass -n {slots}, or --slots {self.workers}"
+            )
         if slots < self.workers:
             raise UsageError(
                 f"{self.workers} workers for {slots} slots: a worker without a slot would have nothing to do; "
                 f"pass -n {slots} or --slots {self.workers} or more"
             )
-        servers = self.servers or int(_strategy_of(self).servers)
+        servers = self.servers or int(entry.servers)
         return dataclasses.replace(self, slots=slots, servers=servers, checkpoints=_anywhere(self.checkpoints))
 
 

@@ -23,8 +23,9 @@ from paceline.data.receipts import NO_TALLY, Loose, Tally
 from paceline.data.values import leading_size, map_tensors, place
 from paceline.errors import MismatchError, UsageError
 from paceline.flat import Flat
+from paceline.pieces import Pieces
 from paceline.session import Session, user_line
-from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Strategy
+from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Stepwise
 from paceline.tensors.following import Following
 from paceline.tensors.peers import Peers, SharesWanted, TermEnded
 from paceline.tensors.tree import Plan
@@ -103,15 +104,21 @@ class Batch:
 
 
 class Stepper:
-    """Drives the strategy through the reduce points of each step."""
+    """Drives a stepwise strategy through the reduce points of each step. Where workers do not meet in a step, there are only
+    pieces, of the one share that a worker has."""
 
-    def __init__(self, session: Session, peers: Peers, strategy: Strategy, scaled: bool) -> None:
-        self._session, self._strategy = session, strategy
+    def __init__(self, session: Session, peers: Peers, strategy: Stepwise | Pieces, scaled: bool) -> None:
+        self._session = session
+        self._pieces: Pieces | None = None
+        if isinstance(strategy, Pieces):
+            self._pieces = strategy
+        else:
+            self._strategy = strategy
         self.device, self.slots = session.device, session.settings.slots
         self._seed, self._row = session.settings.seed, session.row
-        self.flat = Flat(self, session, strategy)
+        self.flat = Flat(self, session, None if isinstance(strategy, Pieces) else strategy)
         self.meet(peers)
-        self.alone = strategy.free or (self.slots == 1 and not scaled)
+        self.alone = self._pieces is not None or (self.slots == 1 and not scaled)
         """One share at a time: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
         self.batch: Batch | None = None
@@ -157,7 +164,9 @@ class Stepper:
         self.deal_slots()
 
     def deal_slots(self) -> None:
-        self.mine = [0] if self.follows else self.flat.plan.leaves_of(self._peers.rank)
+        """Where workers do not meet in a step, their loop knows which slot's share is in hand."""
+        if self._pieces is None:
+            self.mine = [0] if self.follows else self.flat.plan.leaves_of(self._peers.rank)
 
     # steps
 
@@ -202,7 +211,11 @@ class Stepper:
     def _count_step(self, now: float) -> None:
         delivered: Tally | Loose | None = self._delivered
         if delivered is None:  # nobody was met: this worker's share is the batch
-            delivered = loose_tally(own_draw(0) if self.batch is None else self.batch.taken(0))
+            slot = self.mine[0]
+            if self._taken:  # in pieces
+                delivered = tally(self._taken.values())
+            else:
+                delivered = loose_tally(own_draw(slot) if self.batch is None else self.batch.taken(slot))
         self.samples += delivered.samples
         self.delivered(self.batch, delivered)
         self.step += 1
@@ -253,8 +266,8 @@ class Stepper:
             self.leaves = leaves
         self.inside = True
         try:
-            if self._strategy.free and leaves > self.slots:
-                yield from self._in_pieces(times)
+            if self._pieces is not None and leaves > self.slots:
+                yield from self._in_pieces(times, self._pieces)
             elif self.alone and leaves in (1, self.slots):
                 # The only share: its gradient is where autograd leaves it, and nobody is met.
                 slot = self.mine[0]
@@ -274,8 +287,8 @@ class Stepper:
         finally:
             self.inside = False
 
-    def _in_pieces(self, times: int) -> Iterator[Any]:
-        """A micro-batch in so many pieces, whose gradients add up here."""
+    def _in_pieces(self, times: int, pieces: Pieces) -> Iterator[Any]:
+        """The one share in so many pieces, whose gradients add up here."""
         first = self.mine[0] * times
         for leaf in range(first, first + times):
             share, weight = self._draw(leaf, times)
@@ -284,9 +297,9 @@ class Stepper:
                 begun = time.perf_counter()
                 yield share
                 self._linger(begun)
-                self._strategy.weigh(weight)
-                self._strategy.fold(leaf)
-        self._strategy.join_pieces()
+                pieces.weigh(weight)
+                pieces.fold()
+        pieces.join()
         self.call += 1
 
     def _reduced(self, leaves: int, times: int) -> Iterator[Any]:
@@ -334,7 +347,7 @@ class Stepper:
 
     def _times_finer(self, leaves: int) -> int:
         """run.slots(k) over a loader cuts each slot's share into k / slots pieces."""
-        if self.batch is None and not self._strategy.free:
+        if self.batch is None and self._pieces is None:
             return 1
         if leaves % self.slots:
             raise UsageError(f"{user_line()}: run.slots({leaves}) must be a multiple of the {self.slots} slots here")
@@ -390,7 +403,7 @@ class Stepper:
     def weigh(self, weight: float) -> None:
         if not (self.inside or (self.active and self.flat.allowed)):
             raise UsageError(f"{user_line()}: run.weight() belongs inside the loop over run.slots()")
-        self._strategy.weigh(float(weight))
+        (self._pieces or self._strategy).weigh(float(weight))
 
     # meeting
 

@@ -31,7 +31,7 @@ from paceline.tensors.peers import Alone, Peers, TermEnded
 from paceline.tensors.remembering import Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
 
-_STATE, _WRITTEN, _REUNION = mix(201), mix(202), mix(204)
+_STATE, _WRITTEN, _REUNION, _ENTERED = mix(201), mix(202), mix(204), mix(208)
 Result = TypeVar("Result")
 
 
@@ -102,7 +102,7 @@ class Terms:
     @property
     def meeting(self) -> Peers:
         """With whom to evaluate: a newcomer that catches up does so alone."""
-        if self.catching_up:
+        if self.catching_up or (self._session.joining and self._inlet is None):
             return Alone(self._session.device)
         return self.next() if self._ready is not None else self.peers
 
@@ -230,10 +230,11 @@ class Terms:
             elif not any(said[8] for said in words):
                 return
 
-    def refill(self, size: int, state: Stateful) -> None:
-        """Wait until there are `size` workers. Whoever comes gets the state of right now: all are at this place."""
+    def refill(self, size: int, state: Stateful | None) -> None:
+        """Wait until there are `size` workers. Whoever comes gets the state of right now, if it needs one: all are at this
+        place."""
         while self.peers.size < size:
-            if self._session.apart:
+            if self._session.apart and state is not None:
                 raise UsageError(
                     "a worker is gone, and in a loop without run.slots() nobody else can compute its share where a run is on "
                     "several machines. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
@@ -244,13 +245,17 @@ class Terms:
             except TermEnded:
                 self.next()
 
-    def _change(self, term: int, state: Stateful) -> None:
+    def _change(self, term: int, state: Stateful | None) -> None:
         """Enter an announced view, as all others do here."""
         before = self._session.view.members
         members = self._session.enter(term).members
         try:
             peers = self._with(self._build())
-            if self._session.apart or all(member in before for member in members):
+            if all(member in before for member in members):
+                return
+            if state is None:
+                peers.gather(_ENTERED, b"")  # then the newcomer may say that it is in
+            if state is None or self._session.apart:
                 return  # nobody needs anything
             donor = next(rank for rank, member in enumerate(members) if member in before)
             self._hand_over(peers, state.capture() if peers.rank == donor else None)
@@ -265,6 +270,15 @@ class Terms:
             self._enter(state)
         self.catching_up = True
 
+    def come_in(self) -> None:
+        """A newcomer that has its state already enters where the others wait for it."""
+        self._session.join()
+        try:
+            self._with(self._build()).gather(_ENTERED, b"")
+        except TermEnded as ended:
+            raise _overtaken(ended) from None
+        self._session.healed()
+
     def _enter(self, state: Stateful) -> None:
         """At a place where all wait until it has the state."""
         self._session.join()
@@ -272,7 +286,7 @@ class Terms:
         try:
             snapshot = self._hand_over(self._with(self._build()), None)
         except TermEnded as ended:
-            raise PeerLostError(f"{ended}: this join was overtaken, and another worker will be started") from None
+            raise _overtaken(ended) from None
         self._joining = False
         assert snapshot is not None
         state.restore(snapshot)
@@ -325,8 +339,13 @@ class Terms:
         self._session.healed()
 
     def close(self) -> None:
-        self.peers.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._donor is not None:
             self._donor.close()
         if self._inlet is not None:
             self._inlet.close()
+
+
+def _overtaken(ended: TermEnded) -> PeerLostError:
+    return PeerLostError(f"{ended}: this join was overtaken, and another worker will be started")

@@ -44,6 +44,9 @@ class Turns:
         self._left = False
         self._schedules = [Schedule(item) for item in run._replica.schedulers if isinstance(item, LRScheduler)]
 
+    def begin(self) -> None:
+        return
+
     # newcomers
 
     def enter(self) -> None:

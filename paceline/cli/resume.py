@@ -11,6 +11,7 @@ import click
 from paceline.cli.options import runs_option
 from paceline.cluster.job import Job
 from paceline.errors import UsageError
+from paceline.settings import merge
 from paceline.state.checkpoint import listed, newest_good
 from paceline.watch.folder import RunFolder
 
@@ -57,5 +58,6 @@ def command(run: str, workers: int | None, servers: int | None, show: str, runs:
     slots = folder.read_json(folder.config).get("settings", {}).get("slots", 0)
     given = {"workers": workers, "servers": servers}
     flags = {"slots": slots} | job.flags | {name: value for name, value in given.items() if value is not None}
+    merge(flags, {})  # what cannot be is refused before anything is written
     os.chdir(job.directory)
     return start(dataclasses.replace(job, flags=flags, faults=[], resume=checkpoint), folder, show)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Stan
 from paceline.cluster.office import Office
 from paceline.cluster.rollback import Rollback
 from paceline.errors import OvertakenError
+from paceline.strategies import find
 from paceline.watch.folder import RunFolder
 
 _LOST = -signal.SIGKILL
@@ -148,6 +150,8 @@ class Coordinator:
         slots = self._slots()
         if not 1 <= workers <= slots:
             return f"{workers} workers for {slots} slots: a run trains with 1 to {slots} workers"
+        if find(self._strategy()).apart:
+            return f"with --strategy {self._strategy()} each of the {slots} workers trains a replica of its own: there are {slots}"
         if not self._job.survives_deaths:
             return "this run cannot change its workers: it uses groups of torch (--transport gloo or nccl)"
         if workers > self.journal.room:
@@ -155,9 +159,15 @@ class Coordinator:
         return ""
 
     def _slots(self) -> int:
-        """The script's init() may have set them."""
+        return int(self._set("slots"))
+
+    def _strategy(self) -> str:
+        return str(self._set("strategy"))
+
+    def _set(self, name: str) -> Any:
+        """The script's init() may have set it."""
         settings = self._folder.read_json(self._folder.config).get("settings", {})
-        return int(settings.get("slots", self._job.settings.slots))
+        return settings.get(name, getattr(self._job.settings, name))
 
     # machines come and go
 

@@ -48,19 +48,19 @@ def words(size: int) -> str:
 
 
 _PREFIX = "segment/"
-_NAME = re.compile(r"(?:group|state)-(\d{1,9})(?:[-/].*)?")
+_NAME = re.compile(r"(?:(?:group|state)-(\d{1,9})|replica-\d{1,9})(?:[-/].*)?")
 
 
-def term_of(segment: str) -> int:
-    """The term whose group asked for this segment.
+def term_of(segment: str) -> int | None:
+    """The term whose group asked for this segment; a replica's is for the whole run.
 
-    >>> term_of("group-3/memory-1"), term_of("state-4")
-    (3, 4)
+    >>> term_of("group-3/memory-1"), term_of("state-4"), term_of("replica-0/1")
+    (3, 4, None)
     """
     found = _NAME.fullmatch(segment)
     if found is None:
         raise ValueError(f"{segment!r} is no name of a segment")
-    return int(found[1])
+    return int(found[1]) if found[1] else None
 
 
 class Segments:
@@ -107,6 +107,9 @@ class Segments:
         """Let go of what nobody will ask for again in this term; who has a segment mapped keeps it."""
         for kept in self._kept.names(_PREFIX):
             name = kept.removeprefix(_PREFIX)
-            handed_over = name.startswith("state-") and not pending and term_of(name) <= settled
-            if handed_over or term_of(name) < settled - 1:
+            term = term_of(name)
+            if term is None:
+                continue
+            handed_over = name.startswith("state-") and not pending and term <= settled
+            if handed_over or term < settled - 1:
                 self._kept.release(kept)

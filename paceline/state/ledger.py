@@ -91,6 +91,8 @@ class Ledger:
         return list(self._recent)
 
     def remember(self, receipts: Iterable[Receipt]) -> None:
+        """Another worker's recent ones, up to here."""
+        self._recent.clear()
         self._recent.extend(receipts)
 
     def add(self, receipt: Receipt) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import UsageError
 from paceline.servers import clocks
 from paceline.servers.delays import Delays, split
+from paceline.strategies import rhythm
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
@@ -28,9 +29,12 @@ class Entry(NamedTuple):
     """What stands behind its name, for example."""
     one: bool = False
     """Whether there is exactly one server."""
+    apart: bool = False
+    """Whether each worker trains a replica of its own."""
 
 
 _FREE = "paceline.strategies.free", "FreeRunning"
+_APART = "paceline.strategies.averaging", "Averaging"
 TABLE = {
     "allreduce": Entry("paceline.strategies.allreduce", "AllReduce", "every step, gradients, with each other"),
     "ps": Entry("paceline.strategies.ps", "ParameterServers", "every step, gradients, at servers", servers=True),
@@ -43,6 +47,10 @@ TABLE = {
     "async": Entry(*_FREE, "no waiting, gradients, at servers", servers=True),
     "ssp": Entry(*_FREE, "at most 3 steps ahead of the slowest, gradients, at servers", servers=True, numbers=":3"),
     "dssp": Entry(*_FREE, "1 to 8 steps ahead, as it pays, gradients, at servers", servers=True, numbers=":1,8"),
+    "local": Entry(*_APART, "every 20 steps, weights, with each other", numbers=":20", apart=True),
+    "postlocal": Entry(*_APART, "every step until step 500, then the same", numbers=":500,20", apart=True),
+    "diloco": Entry(*_APART, "every 50 steps, differences and an outer optimizer", numbers=":50", apart=True),
+    "streaming": Entry(*_APART, "the same in 4 fragments, beside training", numbers=":50,4", apart=True),
 }
 
 
@@ -59,7 +67,9 @@ def find(text: str) -> Entry:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
         )
-    if TABLE[name].servers:
+    if TABLE[name].apart:
+        rhythm.parse(text)
+    elif TABLE[name].servers:
         clocks.parse(mode)
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
-from paceline.servers.holders import Directory
 from paceline.servers.register import Register
-from paceline.strategies.base import Point, Scaled, Seat
+from paceline.strategies.base import Point, Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap
-from paceline.tensors.peers import Peers, Watch
+from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
 
@@ -29,19 +28,10 @@ LANES = 8
 
 
 class AllReduce:
-    same_bits, at_servers, free, may_lag = True, False, False, False
+    same_bits, may_lag = True, False
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
-
-    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
-        return
-
-    def lay(self) -> None:
-        return
-
-    def begin(self) -> None:
-        return
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._replica, self._peers, self._mean, self._scaled = replica, peers, mean, scaled
@@ -146,9 +136,6 @@ class AllReduce:
             grads += moves if self._weight else [None] * len(moves)
             self._reducer.fold(leaf, grads, self._weight)
         self._share_done()
-
-    def join_pieces(self) -> None:
-        return
 
     def drop(self) -> None:
         if self._kept and self._weight:

@@ -1,12 +1,14 @@
-"""The one protocol every strategy follows.
+"""The protocol that every strategy follows, and what those add to it whose workers meet in every step, or at servers.
 
-A run drives its strategy like this, at each reduce point:
+A stepwise strategy is driven like this, at each reduce point:
 
     strategy.open(point, plan, flat)  the shares of this point will follow
     strategy.weigh(weight)            what the coming share counts for
     …the script's forward and backward…
     strategy.fold(leaf)               that share is done
     strategy.commit(point, key, lanes)  meet the others: `.grad` is the whole batch's on return
+
+Where workers do not meet in every step, a loop of the strategy's own drives it: see `paceline.loops`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,26 +70,44 @@ class Seat:
 
 class Strategy(Protocol):
     same_bits: bool
-    """Whether the result is the same at any worker count."""
-    at_servers: bool
-    """Whether workers meet at servers. Then `reach` comes before `attach`, main calls `lay` before the first step, and all
-    `begin` behind that."""
-
-    free: bool
-    """Whether workers run at their own pace: there are no reduce points then, and `turns` asks for micro-batches."""
-
-    may_lag: bool
-    """Whether a worker may be some steps behind the others, where there are reduce points."""
-
-    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
-    def lay(self) -> None: ...
-    def begin(self) -> None: ...
+    """Whether all workers have the same weights at the end, bit for bit."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         """Once, when all models are known. `scaled`: gradients come multiplied by its scale."""
 
     def meet(self, peers: Peers) -> None:
         """From now on these are the workers; between two points, or before `carry_on`."""
+
+    def capture(self) -> dict[str, Any]:
+        """What a newcomer must know beside the replica, as plain values and tensors."""
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def whole(self) -> AbstractContextManager[Register | None]:
+        """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps.
+        Where workers run at their own pace, there is a register of it."""
+
+    def report(self) -> dict[str, Any]:
+        """What the summary should say of it."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Served(Strategy, Protocol):
+    """Workers meet at servers. `reach` comes before `attach`, main calls `lay` before the first step, and all `begin` behind
+    that."""
+
+    def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None: ...
+    def lay(self) -> None: ...
+    def begin(self) -> None: ...
+
+
+@runtime_checkable
+class Stepwise(Strategy, Protocol):
+    """Workers meet at reduce points, in every step."""
+
+    may_lag: bool
+    """Whether a worker may be some steps behind the others."""
 
     def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
         """`commit` ended with the term. The shares that this worker has to fold before it commits again:
@@ -108,9 +128,6 @@ class Strategy(Protocol):
 
     def weigh(self, weight: float) -> None: ...
     def fold(self, leaf: int) -> None: ...
-    def join_pieces(self) -> None:
-        """Of a micro-batch that was folded in pieces, by a worker that runs at its own pace."""
-
     def drop(self) -> None:
         """Instead: that share counts for nothing, and all is as it was before it."""
 
@@ -120,16 +137,3 @@ class Strategy(Protocol):
     def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
         """For loops without run.slots(): `begin` says whether the backward that has just started
         belongs to a step; if so, `finish` is called when it is over."""
-
-    def capture(self) -> dict[str, Any]:
-        """What a newcomer must know beside the replica, as plain values."""
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-    def whole(self) -> AbstractContextManager[Register | None]:
-        """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps.
-        Where workers run at their own pace, there is a register of it."""
-
-    def report(self) -> dict[str, Any]:
-        """What the summary should say of it."""
-
-    def close(self) -> None: ...

@@ -19,6 +19,11 @@ class Buffers:
         self._tensors, self._homes = replica.buffers, replica.buffer_homes
         self._start = [torch.empty_like(tensor) for tensor in self._tensors]
 
+    @property
+    def start(self) -> list[torch.Tensor]:
+        """What shares start from."""
+        return self._start
+
     def begin(self) -> None:
         """Shares start from what the buffers hold now."""
         if self._tensors:

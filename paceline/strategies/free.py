@@ -55,7 +55,7 @@ _UNHEARD_AFTER_S = 0.03
 
 
 class FreeRunning:
-    same_bits, at_servers, free, may_lag = False, True, True, False
+    same_bits = False
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
@@ -68,8 +68,6 @@ class FreeRunning:
         self._register_at_rest = b""
         self._number, self._call, self._weight = -1, 0, 1.0
         """The micro-batch in hand, which of its optimizer steps comes next, and which part of a step it is."""
-        self._piece, self._folded = 1.0, 0.0
-        self._pieces: dict[int, torch.Tensor] = {}
         """The sum over the pieces of the micro-batch in hand, of each parameter."""
         self._pulled = False
         self._told_s = self._spent_s = 0.0
@@ -97,29 +95,6 @@ class FreeRunning:
 
     def meet(self, peers: Peers) -> None:
         return
-
-    def on_flat_backward(self, begin: Callable[[], bool], finish: Callable[[], None]) -> None:
-        return
-
-    def weigh(self, weight: float) -> None:
-        """What the piece in hand counts for, where a micro-batch has several. One alone is pushed as it is."""
-        self._piece = weight if self._mean else 1.0
-
-    def fold(self, leaf: int) -> None:
-        """A piece is done."""
-        self._folded += self._piece
-        with torch.no_grad():
-            for index, param in enumerate(self._replica.params):
-                if param.grad is not None:
-                    part = param.grad * self._piece
-                    self._pieces[index] = self._pieces[index] + part if index in self._pieces else part
-                    param.grad = None
-
-    def join_pieces(self) -> None:
-        """All pieces are done: `.grad` is their weighted mean, or their sum."""
-        for index, total in self._pieces.items():
-            self._replica.params[index].grad = total / self._folded if self._mean else total
-        self._pieces, self._folded = {}, 0.0
 
     # what the servers hold
 

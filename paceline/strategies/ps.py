@@ -40,7 +40,6 @@ from paceline.tensors.tree import Plan
 
 
 class ParameterServers(AllReduce):
-    at_servers = True
     mode = "ps"
     """As the servers are told it."""
 

@@ -45,6 +45,8 @@ class SharedPeers:
         self._lanes: list[NDArray[np.int64]] = []
         self._plan = Plan.of(1, 1)
         self._slabs: Slabs | None = None
+        self._slabs_of: dict[int, Slabs] = {}
+        """By layout: a strategy may have several, of which each is met for again and again."""
 
     @property
     def waited_s(self) -> float:
@@ -79,16 +81,17 @@ class SharedPeers:
             row = aligned(lanes * 8)
             segment = self._new_segment(self.size * row)
             self._lanes = [segment.words(worker * row, lanes) for worker in range(self.size)]
-        if self._slabs is None or not self._slabs.fits(plan, layout):
-            self._slabs = Slabs(self.rank, layout, self._slabs_needed(plan, layout), self._new_memory)
+        known = self._slabs_of.get(id(layout))
+        if known is None or not known.fits(plan, layout):
+            known = Slabs(self.rank, layout, self._slabs_needed(plan, known), self._new_memory)
+            self._slabs_of[id(layout)] = known  # which holds the layout, so that no other one gets its id
+        self._slabs = known
         self._begin()
 
-    def _slabs_needed(self, plan: Plan, layout: Layout) -> list[int]:
+    def _slabs_needed(self, plan: Plan, known: Slabs | None) -> list[int]:
         """For each worker. Who brings nothing needs none; the same layout never gets fewer than it had."""
         needed = [plan.most_parts if plan.parts(worker) else 0 for worker in range(self.size)]
-        if self._slabs is None or self._slabs.layout is not layout:
-            return needed
-        return [max(pair) for pair in zip(needed, self._slabs.counts, strict=True)]
+        return needed if known is None else [max(pair) for pair in zip(needed, known.counts, strict=True)]
 
     def parts(self) -> Parts:
         assert self._slabs is not None

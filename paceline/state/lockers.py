@@ -1,0 +1,76 @@
+"""Where a replica leaves its state while it trains apart from the others: in shared memory, which outlives its worker.
+
+A slot's locker has room for two states: the newer one counts once it is whole. It belongs to one process at a time: by a
+lock on its descriptor, which the kernel takes back the moment that process is dead. A POSIX lock, since children (a
+loader's processes) would go on holding any other one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+
+from paceline.state.snapshot import Snapshot
+from paceline.tensors.segment import Segment
+
+_HEAD = 4096
+_GENERATION, _ROOM, _SIDE, _ROUND, _SIZE = _ENTRY = range(5)
+_SPARE = 1 << 16
+
+
+class Locker:
+    def __init__(self, slot: int, segment: Callable[[str, int], int]) -> None:
+        """`segment` gives the descriptor of shared memory by name, and makes it if there is none."""
+        self._slot, self._segment = slot, segment
+        fd = segment(self._name(0), _HEAD)
+        # A description of its own, which stays open: to close any other one of the same memory would give up the lock.
+        self._lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        words = Segment(fd, _HEAD).words(0, 1 + 2 * len(_ENTRY))
+        self._current, self._entries = words[:1], words[1:].reshape(2, len(_ENTRY))
+        """Which of two entries counts (0: none does), and what each says of its state."""
+        self._memory: tuple[int, Segment] | None = None
+
+    def _name(self, generation: int) -> str:
+        return f"replica-{self._slot}/{generation}"
+
+    def claim(self) -> bool:
+        """Whether this process has it now: nobody else does."""
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    @property
+    def empty(self) -> bool:
+        return not self._current[0]
+
+    @property
+    def rounds(self) -> int:
+        """At whose end the state in it was taken."""
+        return int(self._entries[self._current[0] - 1][_ROUND])
+
+    def put(self, rounds: int, state: Snapshot) -> None:
+        """Until this is whole, the state before it stands."""
+        generation, room, side = (int(word) for word in self._entries[self._current[0] - 1][:3])
+        side = 1 - side
+        if state.nbytes > room:  # of the first state, and once the optimizer has one
+            generation, room, side = generation + 1, state.nbytes + _SPARE, 0
+        state.write(self._mapped(generation, room).raw(side * room, state.nbytes))
+        other = 1 if self._current[0] == 2 else 2
+        self._entries[other - 1] = generation, room, side, rounds, state.nbytes
+        self._current[0] = other  # one word, the last: who is killed before has left the other state
+
+    def look(self) -> memoryview:
+        """The state in it, where it lies: it stays until two others have been put."""
+        generation, room, side, _, size = (int(word) for word in self._entries[self._current[0] - 1])
+        return self._mapped(generation, room).raw(side * room, size)
+
+    def _mapped(self, generation: int, room: int) -> Segment:
+        if self._memory is None or self._memory[0] != generation:
+            self._memory = generation, Segment(self._segment(self._name(generation), 2 * room), 2 * room)
+        return self._memory[1]
+
+    def close(self) -> None:
+        os.close(self._lock)

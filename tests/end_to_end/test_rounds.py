@@ -1,0 +1,110 @@
+"""Replicas that train apart: the same weights whoever is killed, in any phase of a round, and what they are equal to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.killing import Doomed
+from tests.end_to_end.launching import Result, launch, paceline, write_script
+
+SCRIPT = """
+import os, sys
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+run = paceline.init()
+orders = sys.argv[1:]
+model = nn.Sequential(nn.Linear(13, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+g = torch.Generator().manual_seed(7)
+data = TensorDataset(torch.randn(294, 13, generator=g), torch.randint(0, 4, (294,), generator=g))
+loader = DataLoader(data, batch_size=24, shuffle=True)
+run.prepare(model, optimizer, scheduler, loader)
+
+def doomed(owner, name, after=False):
+    plain = getattr(owner, name)
+    def called(*args):
+        order = f"{run._session.worker}:{run._strategy.rounds}:{name}"
+        if order in orders and not after:
+            os.kill(os.getpid(), 9)
+        result = plain(*args)
+        if order in orders:
+            os.kill(os.getpid(), 9)
+        return result
+    setattr(owner, name, called)
+
+for epoch in run.epochs(3):
+    loop = run._feeding.loop
+    if orders and (epoch == 0 or run.resumed):
+        doomed(loop, "_said"), doomed(loop, "_keep"), doomed(run._stepper, "delivered")
+        doomed(run._strategy, "exchange", after=True), doomed(run._strategy, "take")
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    scheduler.step()
+run.save(model.state_dict(), "weights.pt")
+"""
+
+MOMENTS = ("_said", "exchange", "take", "_keep", "delivered")
+
+
+def trained(folder: Path, strategy: str, *flags: str, orders: tuple[str, ...] = (), script: str = SCRIPT) -> Result:
+    folder.mkdir()
+    done = launch(folder, script, "-n", "3", "--strategy", strategy, *flags, args=orders)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert done.summary["samples"] == 3 * (290 if "290" in script else 294)
+    proven = paceline("verify", "it", cwd=folder)
+    assert proven.returncode == 0, proven.stdout
+    return done
+
+
+@pytest.mark.parametrize("strategy", ["diloco:4", "streaming:8,2,overlap=2"])
+def test_replicas_are_killed_in_every_phase_of_a_round_and_the_weights_are_the_same(
+    tmp_path: Path, strategy: str
+) -> None:
+    clean = trained(tmp_path / "clean", strategy)
+    # Worker 0 is main; who stands for a lost one is numbered on. In `_keep` it has taken part, and left no trace of it.
+    orders = tuple(f"{worker}:{1 + worker}:{moment}" for worker, moment in enumerate(MOMENTS))
+    killed = trained(tmp_path / "killed", strategy, "--fault", "kill coordinator @step 20", orders=orders)
+    assert killed.summary["recoveries"] == len(MOMENTS)
+    assert killed.summary["weights_sha256"] == clean.summary["weights_sha256"]
+    assert killed.summary["rounds"] == clean.summary["rounds"]
+
+
+def weights(done: Result) -> torch.Tensor:
+    state = torch.load(done.folder.parents[1] / "weights.pt")
+    return torch.cat([value.flatten().double() for value in state.values()])
+
+
+def test_an_average_after_each_step_is_all_reduce_for_sgd_and_diloco_with_plain_values(tmp_path: Path) -> None:
+    script = SCRIPT.replace("AdamW(model.parameters(), lr=0.01)", "SGD(model.parameters(), lr=0.05)")
+    script = script.replace("nn.BatchNorm1d(16), ", "")  # whose statistics of a share are not those of the batch
+    script = script.replace("294", "290")  # the last batch has 2 samples, for 3 replicas
+    reduced = weights(trained(tmp_path / "allreduce", "allreduce", "--slots", "3", script=script))
+    averaged = trained(tmp_path / "local", "local:1", script=script)
+    assert float((weights(averaged) - reduced).norm() / reduced.norm()) <= 1e-6
+    plain = trained(tmp_path / "diloco", "diloco:1,lr=1,momentum=0", script=script)
+    assert float((weights(averaged) - weights(plain)).norm() / reduced.norm()) <= 1e-6
+
+
+def test_all_processes_are_killed_and_every_replica_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    clean = trained(tmp_path / "clean", "streaming:6,3")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    script = write_script(folder, SCRIPT)
+    flags = ("--strategy", "streaming:6,3", "--checkpoint-every", "5", "--fault", "slow worker:1 x3")
+    doomed = Doomed(folder, script, 3, flags)
+    doomed.wait_for(lambda: len(list((doomed.folder / "checkpoints").glob("step-*/manifest.json"))) >= 2)
+    doomed.kill()
+    refused = paceline("resume", "it", "-n", "2", cwd=folder)
+    assert refused.returncode == 2 and "each worker trains a replica of its own" in refused.stderr
+    again = paceline("resume", "it", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    summary = json.loads((doomed.folder / "summary.json").read_text())
+    assert summary["weights_sha256"] == clean.summary["weights_sha256"]
