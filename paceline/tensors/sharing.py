@@ -266,7 +266,7 @@ class SharedChannel:
         self._lent = [0]
         if where is None:
             return body
-        copy(where, body)
+        copy_home(where, body)
         self.release()
         return where
 
@@ -286,7 +286,7 @@ class SharedChannel:
         for number, size in enumerate(sizes):
             if not there:
                 there = self._further(min(len(sizes) - number, _SLOTS))
-            copy(body[at : at + size], self._into.view(self._into_at, size))
+            copy_home(body[at : at + size], self._into.view(self._into_at, size))
             self._into_at, at, there = self._into_at + aligned(size), at + size, there - 1
             self._give_back([aligned(size)])
 
@@ -382,7 +382,13 @@ def _fill(room: memoryview, views: deque[memoryview]) -> None:
 
 
 def copy(into: memoryview, out_of: memoryview) -> None:
-    """Other threads run meanwhile. What is large is not looked at by this process before it has left the cache."""
+    """By libc's memmove, as a memoryview's own; but numpy lets other threads run meanwhile."""
+    np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(out_of, dtype=np.uint8))
+
+
+def copy_home(into: memoryview, out_of: memoryview) -> None:
+    """The same for a body that is copied to where it belongs, and is large: who reads it next does not find it in a cache
+    anyway. Into a ring it is no faster (13.8 and 14.1 ms, 14.7 and 15.9: measured in turns)."""
     target, source = np.frombuffer(into, dtype=np.uint8), np.frombuffer(out_of, dtype=np.uint8)
     if target.nbytes < CHUNK or not copy_past_cache(target, source):
         np.copyto(target, source)
