@@ -51,7 +51,8 @@ class Head:
         """Raises ValueError where it is none."""
         try:
             known = json.loads(line)
-            return Head(known["first"], known["seed"], tuple(Dealing(**dealing) for dealing in known["dealings"]))
+            dealings = [Dealing(**dealing | {"clients": tuple(dealing["clients"])}) for dealing in known["dealings"]]
+            return Head(known["first"], known["seed"], tuple(dealings))
         except (KeyError, TypeError) as error:
             raise ValueError(f"its head is not one of receipts ({error})") from None
 

@@ -25,7 +25,7 @@ from paceline.state.hash import weights_sha256
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.backup import Backups
-from paceline.strategies.base import Point
+from paceline.strategies.base import Point, Served
 from paceline.tensors.peers import Alone, SharesWanted
 from paceline.tensors.tree import Plan
 from tests.servers.shelves import PATIENCE_S, World
@@ -169,7 +169,7 @@ class Worker:
         strategy.attach(replica, peers, True, None)
 
     def train(self) -> None:
-        if self.strategy.at_servers:
+        if isinstance(self.strategy, Served):
             if self.peers.rank == 0:
                 self.strategy.lay()
             self.peers.gather(1, b"laid")

@@ -20,7 +20,7 @@ from paceline.servers.messages import Apply, Asked, Copy, Done, Drawing, Lay, Mo
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.base import Point, Seat
+from paceline.strategies.base import Point, Seat, Served
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
@@ -84,7 +84,7 @@ class Worker:
         strategy.attach(replica, peers, True, None)
 
     def train(self) -> None:
-        if self.strategy.at_servers:
+        if isinstance(self.strategy, Served):
             if self.peers.rank == 0:
                 self.strategy.lay()
             self.peers.gather(1, b"laid")
