@@ -7,16 +7,16 @@ from paceline.strategies import find, split_codec
 from paceline.tensors.codecs import TABLE, read
 
 
-def words(transport: str, settings: Settings, machine: str) -> str:
-    """`transport` is how tensors move, `machine` the name of the one on which the run was started.
+def words(settings: Settings, machine: str) -> str:
+    """`machine` is the name of the one on which the run was started.
 
-    >>> words("shm", Settings(checkpoint_every=100), "node-1")
+    >>> words(Settings(checkpoint_every=100), "node-1")
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
-    >>> print(words("shm", Settings(servers=1, checkpoint_every=100), "node-1"))
+    >>> print(words(Settings(servers=1, checkpoint_every=100), "node-1"))
     any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
-    >>> print(words("shm", Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
+    >>> print(words(Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
     the run ends if a worker or a machine dies: on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 keeps nothing); then `paceline resume` goes on from a checkpoint
-    >>> print(words("shm", Settings(servers=2, replicas=1), "node-1"))
+    >>> print(words(Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
     back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
@@ -36,12 +36,8 @@ def words(transport: str, settings: Settings, machine: str) -> str:
             f"any process of this run may die, and any machine but {machine}{cost}; the run ends if {machine} dies "
             "(give --store etcd://…); then"
         )
-    elif transport == "shm":
-        first = f"any process of this run may die{cost}; if the machine does,"
     else:
-        first = (
-            f"the run ends if a worker dies ({transport}; --transport shm outlives that); then, or if the machine does,"
-        )
+        first = f"any process of this run may die{cost}; if the machine does,"
     if settings.checkpoint_every:
         return f"{first} `paceline resume` goes on from a checkpoint"
     return f"{first} it is lost: give --checkpoint-every N"

@@ -76,6 +76,8 @@ class Reducer:
         self._levels: Parts = []
         self._level_views: list[list[torch.Tensor]] = []
         self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._viewed = peers
+        """The group whose memory that is of."""
         self._own_parts: Parts = []
         self._totals: dict[int, list[torch.Tensor]] = {}
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
@@ -147,9 +149,10 @@ class Reducer:
 
     def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(flat.data_ptr() for flat in flats)
+        if self._viewed is not self.peers or len(self._views_of) > 64:
+            self._views_of.clear()  # nothing may hold the memory of a group that is over
+            self._viewed = self.peers
         if key not in self._views_of:
-            if len(self._views_of) > 64:
-                self._views_of.clear()
             self._views_of[key] = self.layout.views(flats)
         return self._views_of[key]
 
