@@ -6,6 +6,7 @@ that a death could take away.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,15 @@ class Half:
         halves = values.to(self.dtype)
         return join(halves.clamp_(-_MOST, _MOST) if self.dtype == torch.float16 else halves)
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
         (halves,) = cut(message, (self.dtype, out.numel()))
         out.copy_(halves)
+
+    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
+        return message[2 * lo : 2 * hi]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         size = values.abs()

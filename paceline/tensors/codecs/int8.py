@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, rows
+from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, number_of, rows, spans
 
 BLOCK = 256
 
@@ -33,16 +34,32 @@ class Int8:
             level.copy_((block / scale).round_().clamp_(-127, 127))
         return join(scales, levels)
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
-        number = -(-out.numel() // BLOCK)
-        scales, levels = cut(message, (torch.float32, number), (torch.int8, out.numel()))
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        scales, levels = cut_blocks(message, lo, lo + out.numel())
         for block, level, scale in zip(
-            blocks(out, BLOCK), blocks(levels, BLOCK), rows(scales, out, BLOCK), strict=True
+            blocks(out, BLOCK, lo), blocks(levels, BLOCK, lo), rows(scales, out, BLOCK, lo), strict=True
         ):
             block.copy_(level).mul_(scale)
 
+    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
+        return excerpt_of_blocks(message, count(shapes), lo, hi)
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
+
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         return spread(largest(values, BLOCK) * (1 / 254 + 2.0**-21), values, BLOCK) + TINY
+
+
+def cut_blocks(message: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of blocks, and a byte for each of the values from `lo` to `hi`."""
+    scales, small = cut(message, (torch.float32, number_of(spans(lo, hi, BLOCK))), (torch.int8, hi - lo))
+    return scales, small
+
+
+def excerpt_of_blocks(message: torch.Tensor, total: int, lo: int, hi: int) -> torch.Tensor:
+    scales, small = cut_blocks(message, 0, total)
+    return join(scales[spans(lo, hi, BLOCK)], small[lo:hi])
 
 
 def int8(number: float) -> Int8:

@@ -5,11 +5,13 @@ Which values they are need not be said. All slots of a step draw the same places
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join
+from paceline.tensors.codecs.topk import between
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,28 @@ class RandomK:
         return torch.empty(0)
 
     def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
-        return join(values[self._places(values, seed)])
+        return join(values[self._places(shapes, seed, values.device)])
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
-        (values,) = cut(message, (torch.float32, chosen(self.share, out.numel())))
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        places = self._places(shapes, seed, out.device)
+        first, last = between(places, lo, lo + out.numel())
+        (values,) = cut(message, (torch.float32, last - first))
         out.zero_()
-        out[self._places(out, seed)] = values
+        out[places[first:last] - lo] = values
+
+    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
+        first, last = between(self._places(shapes, seed, message.device), lo, hi)
+        return message[4 * first : 4 * last]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         return values.abs()
 
-    def _places(self, values: torch.Tensor, seed: int) -> torch.Tensor:
-        return drawn_places(values.numel(), chosen(self.share, values.numel()), seed).to(values.device)
+    def _places(self, shapes: Shapes, seed: int, device: torch.device) -> torch.Tensor:
+        total = count(shapes)
+        return drawn_places(total, chosen(self.share, total), seed).to(device)
 
 
 def randomk(share: float) -> RandomK:
