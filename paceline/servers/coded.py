@@ -56,7 +56,7 @@ class CodedPeers(ServedPeers):
 class ServedReducer(CodedReducer):
     """`whole`: where all tensors lie, as servers have them. Which of those that are coded have a gradient goes with the lanes."""
 
-    peers: CodedPeers  # type: ignore[assignment]
+    peers: CodedPeers
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], count: int, peers: Peers, codec: Codec, allocate: Allocate | None

@@ -61,21 +61,23 @@ class Excerpts:
 
     def written(self, message: Message, numbers: Sequence[int], seed: int) -> memoryview:
         """The body for the fragments of these numbers."""
-        lengths: list[int] = []
-        own, common = bytearray(), dict[int, memoryview]()
-        for piece in self._pieces(numbers):
-            bit, start = self._places[piece.param]
-            lengths.append(0)
-            if message.mask >> bit & 1:
-                excerpt = self._codec.excerpt(message.raw, self._shapes, seed, start + piece.lo, start + piece.hi)
-                shared = self._codec.common(self._shapes[bit])
-                raw = excerpt.numpy().data
-                lengths[-1] = len(raw) - shared
-                own += raw[: len(raw) - shared]
-                own += bytes(-len(own) % _WORD)
-                common[piece.param] = raw[len(raw) - shared :]
-        head = np.array(lengths, dtype=np.uint32).tobytes()
+        pieces = list(self._pieces(numbers))
+        there = [piece for piece in pieces if message.mask >> self._places[piece.param][0] & 1]
+        starts = [self._places[piece.param][1] for piece in there]
+        stretches = [(start + piece.lo, start + piece.hi) for piece, start in zip(there, starts, strict=True)]
+        excerpts = self._codec.excerpts(message.raw, self._shapes, seed, stretches) if there else []
+        lengths, own, common = dict.fromkeys(pieces, 0), bytearray(), dict[int, memoryview]()
+        for piece, excerpt in zip(there, excerpts, strict=True):
+            raw = excerpt.numpy().data
+            lengths[piece] = len(raw) - self._common(piece)
+            own += raw[: lengths[piece]]
+            own += bytes(-len(own) % _WORD)
+            common[piece.param] = raw[lengths[piece] :]
+        head = np.array(list(lengths.values()), dtype=np.uint32).tobytes()
         return memoryview(bytearray(head) + own + b"".join(common.values()))
+
+    def _common(self, piece: Piece) -> int:
+        return self._codec.common(self._shapes[self._places[piece.param][0]])
 
     def _pieces(self, numbers: Sequence[int]) -> Iterator[Piece]:
         for number in numbers:
@@ -101,14 +103,14 @@ class Excerpts:
         if len(body) < head:
             raise ValueError(f"{len(body)} bytes for the excerpts of {len(pieces)} pieces")
         sizes = np.frombuffer(body[:head], dtype=np.uint32).tolist()
-        there = {piece.param: 0 for piece, size in zip(pieces, sizes, strict=True) if size}
-        ends = list(accumulate((-(-size // _WORD) * _WORD for size in sizes), initial=head))
-        at = ends[-1]
-        for param in there:
-            there[param], at = at, at + self._codec.common(self._shapes[self._places[param][0]])
+        *starts, at = accumulate((-(-size // _WORD) * _WORD for size in sizes), initial=head)
+        common: dict[int, memoryview] = {}
+        for piece, size in zip(pieces, sizes, strict=True):
+            if size and piece.param not in common:
+                common[piece.param] = body[at : at + self._common(piece)]
+                at += self._common(piece)
         if at != len(body):
             raise ValueError(f"{len(body)} bytes for excerpts of {at}")
-        for piece, size, start in zip(pieces, sizes, ends, strict=False):
+        for piece, size, start in zip(pieces, sizes, starts, strict=True):
             if size:
-                shared = self._codec.common(self._shapes[self._places[piece.param][0]])
-                yield piece, body[start : start + size], body[there[piece.param] : there[piece.param] + shared]
+                yield piece, body[start : start + size], common[piece.param]

@@ -10,7 +10,8 @@ values give the same bits, always: ties are broken by index, and nothing is draw
 
 A message can be cut: whoever has to know some of the values alone gets an excerpt, which decodes to the same bits.
 
-    codec.decode(codec.excerpt(message, shapes, seed, 100, 200), shapes, seed, out[100:200], 100)
+    excerpt, = codec.excerpts(message, shapes, seed, [(100, 200)])
+    codec.decode(excerpt, shapes, seed, out[100:200], 100)
 
 What a message loses is not lost: see `feedback`.
 """
@@ -26,6 +27,8 @@ import torch
 from paceline.tensors.sums import CHUNK
 
 Shapes = Sequence[Sequence[int]]
+Stretch = tuple[int, int]
+"""Values from the one to the other."""
 
 TINY = 2.0**-126
 """The smallest normal fp32. Below it scales are too coarse to promise anything finer."""
@@ -60,8 +63,10 @@ class Codec(Protocol):
         """Into `out`, all of it: the values from the `lo`-th on, of a message that was cut to these. ValueError if it cannot
         be one."""
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
-        """What of a message the values from `lo` to `hi` are decoded from; of all values, it is the message."""
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        """What of a message the values of each stretch are decoded from; of all values, it is the message."""
 
     def common(self, shape: Sequence[int]) -> int:
         """How many bytes at the end of it all excerpts of one tensor's values have in common."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.errors import UsageError
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, join, rows
-from paceline.tensors.codecs.int8 import BLOCK, cut_blocks, excerpt_of_blocks, largest, spread, unit
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, join, rows
+from paceline.tensors.codecs.int8 import BLOCK, cut_blocks, excerpts_of_blocks, largest, spread, unit
 
 _MOST = 448.0
 _SECOND_BIT = ~(1 << 14)
@@ -52,8 +52,10 @@ class Fp8:
         ):
             block.copy_(half).mul_(256.0).mul_(scale)
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
-        return excerpt_of_blocks(message, count(shapes), lo, hi)
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        return excerpts_of_blocks(message, count(shapes), stretches)
 
     def common(self, shape: Sequence[int]) -> int:
         return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, count, cut, join
+from paceline.tensors.codecs.base import Shapes, Stretch, count, cut, join
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class Half:
         (halves,) = cut(message, (self.dtype, out.numel()))
         out.copy_(halves)
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
-        return message[2 * lo : 2 * hi]
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        return [message[2 * lo : 2 * hi] for lo, hi in stretches]
 
     def common(self, shape: Sequence[int]) -> int:
         return 0

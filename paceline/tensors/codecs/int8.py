@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, number_of, rows, spans
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, cut, join, number_of, rows, spans
 
 BLOCK = 256
 
@@ -41,8 +41,10 @@ class Int8:
         ):
             block.copy_(level).mul_(scale)
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
-        return excerpt_of_blocks(message, count(shapes), lo, hi)
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        return excerpts_of_blocks(message, count(shapes), stretches)
 
     def common(self, shape: Sequence[int]) -> int:
         return 0
@@ -57,9 +59,9 @@ def cut_blocks(message: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, t
     return scales, small
 
 
-def excerpt_of_blocks(message: torch.Tensor, total: int, lo: int, hi: int) -> torch.Tensor:
+def excerpts_of_blocks(message: torch.Tensor, total: int, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
     scales, small = cut_blocks(message, 0, total)
-    return join(scales[spans(lo, hi, BLOCK)], small[lo:hi])
+    return [join(scales[spans(lo, hi, BLOCK)], small[lo:hi]) for lo, hi in stretches]
 
 
 def int8(number: float) -> Int8:

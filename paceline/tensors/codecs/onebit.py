@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, number_of, rows, spans
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, cut, join, number_of, rows, spans
 from paceline.tensors.codecs.int8 import largest, spread
 
 BLOCK = 1024
@@ -39,9 +39,11 @@ class OneBit:
         ):
             torch.where(bits, -mean, mean, out=block)
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
         means, packed = _cut(message, 0, count(shapes))
-        return join(means[spans(lo, hi, BLOCK)], packed[spans(lo, hi, 8)])
+        return [join(means[spans(lo, hi, BLOCK)], packed[spans(lo, hi, 8)]) for lo, hi in stretches]
 
     def common(self, shape: Sequence[int]) -> int:
         return 0

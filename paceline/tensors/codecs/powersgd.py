@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, cut, join, number_of, spans
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, cut, join, number_of, spans
 
 _SEED = 5824522
 _NOISE = 1e-5
@@ -74,19 +74,19 @@ class PowerSGD:
             tall, second = sent[: place.sent - wide].view(self.rank, -1), sent[place.sent - wide :].view(self.rank, -1)
             _multiply(tall, second, flat, place.lo)
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
         (numbers,) = cut(message, (torch.float32, self.nbytes(shapes) // 4))
         each = numbers.split([sum(self._sizes(shape)) for shape in shapes])
-        found = [numbers.new_empty(0)]
-        for place in self._places(shapes, lo, hi):
-            sent = each[place.tensor]
-            if not place.columns:
-                found.append(sent[place.lo : place.hi])
-                continue
-            wide = self.rank * place.columns
-            tall = sent[: sent.numel() - wide].view(self.rank, -1)
-            found += [tall[:, spans(place.lo, place.hi, place.columns)].reshape(-1), sent[sent.numel() - wide :]]
-        return join(*found)
+        found = ([self._cut(each[place.tensor], place) for place in self._places(shapes, *at)] for at in stretches)
+        return [join(numbers.new_empty(0), *parts) for parts in found]
+
+    def _cut(self, sent: torch.Tensor, place: _Place) -> torch.Tensor:
+        if not place.columns:
+            return sent[place.lo : place.hi]
+        tall, wide = sent.split([sent.numel() - self.rank * place.columns, self.rank * place.columns])
+        return torch.cat([tall.view(self.rank, -1)[:, spans(place.lo, place.hi, place.columns)].reshape(-1), wide])
 
     def common(self, shape: Sequence[int]) -> int:
         return 4 * self._sizes(shape)[1]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join
-from paceline.tensors.codecs.topk import between
+from paceline.tensors.codecs.base import Shapes, Stretch, chosen, count, cut, join, number_of
+from paceline.tensors.codecs.topk import within
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,16 @@ class RandomK:
 
     def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
         places = self._places(shapes, seed, out.device)
-        first, last = between(places, lo, lo + out.numel())
-        (values,) = cut(message, (torch.float32, last - first))
+        (mine,) = within(places, [(lo, lo + out.numel())])
+        (values,) = cut(message, (torch.float32, number_of(mine)))
         out.zero_()
-        out[places[first:last] - lo] = values
+        out[places[mine] - lo] = values
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
-        first, last = between(self._places(shapes, seed, message.device), lo, hi)
-        return message[4 * first : 4 * last]
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        found = within(self._places(shapes, seed, message.device), stretches)
+        return [message[4 * mine.start : 4 * mine.stop] for mine in found]
 
     def common(self, shape: Sequence[int]) -> int:
         return 0
@@ -61,6 +64,7 @@ def randomk(share: float) -> RandomK:
     return RandomK(share)
 
 
+@lru_cache(maxsize=4)
 def drawn_places(total: int, number: int, seed: int) -> torch.Tensor:
     """One place in each of `number` stretches of about the same length: no two are equal, and they are in order.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join, number_of, spans
+from paceline.tensors.codecs.base import Shapes, Stretch, chosen, count, cut, join, number_of, spans
 
 _STRETCH = 1 << 16
 _SHIFT = 1 << 15
@@ -48,10 +48,14 @@ class TopK:
         out.zero_()
         out[places] = values
 
-    def excerpt(self, message: torch.Tensor, shapes: Shapes, seed: int, lo: int, hi: int) -> torch.Tensor:
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
         values, places = _read(message, spans(0, count(shapes), _STRETCH))
-        first, last = between(places, lo, hi)
-        return _joined(values[first:last], places[first:last], spans(lo, hi, _STRETCH))
+        return [
+            _joined(values[mine], places[mine], spans(lo, hi, _STRETCH))
+            for (lo, hi), mine in zip(stretches, within(places, stretches), strict=True)
+        ]
 
     def common(self, shape: Sequence[int]) -> int:
         return 0
@@ -106,14 +110,14 @@ def largest_places(values: torch.Tensor, number: int) -> torch.Tensor:
     return torch.cat([torch.nonzero(bits > last).view(-1), equal]).sort().values
 
 
-def between(places: torch.Tensor, lo: int, hi: int) -> tuple[int, int]:
-    """Which of them, which are in order, lie from `lo` to `hi`: from which to which.
+def within(places: torch.Tensor, stretches: Sequence[Stretch]) -> list[slice]:
+    """Which of them, which are in order, lie in each stretch.
 
-    >>> between(torch.tensor([1, 3, 5]), 2, 5)
-    (1, 2)
+    >>> within(torch.tensor([1, 3, 5]), [(2, 5), (5, 9)])
+    [slice(1, 2, None), slice(2, 3, None)]
     """
-    first, last = torch.searchsorted(places, torch.tensor([lo, hi], device=places.device)).tolist()
-    return first, last
+    bounds = torch.tensor(stretches, dtype=torch.int64, device=places.device)
+    return [slice(*each) for each in torch.searchsorted(places, bounds).tolist()]
 
 
 def _reached(counts: torch.Tensor, number: int) -> tuple[int, int]:
