@@ -35,6 +35,8 @@ class Entry(NamedTuple):
     """What stands behind its name, for example."""
     one: bool = False
     """Whether there is exactly one server."""
+    free: bool = False
+    """Whether workers run at their own pace."""
     apart: bool = False
     """Whether each worker trains a replica of its own."""
     coded: tuple[str, str] | None = None
@@ -58,7 +60,7 @@ def _federation(text: str) -> object:
 def _free(when: str, numbers: str = "") -> Entry:
     moves = "P out and P in for each micro-batch"
     coded = "paceline.strategies.coded_free", "CodedFree"
-    return Entry(*_FREE, "at servers", when, "gradients", moves, servers=True, numbers=numbers, coded=coded)
+    return Entry(*_FREE, "at servers", when, "gradients", moves, servers=True, numbers=numbers, free=True, coded=coded)
 
 
 def _apart(when: str, what: str, numbers: str, moves: str) -> Entry:
@@ -164,7 +166,7 @@ def _find(text: str) -> Entry:
     if text.partition(":")[0] not in (name for name in TABLE if "+" in name):
         first, *options = text.split("+")
         entry = TABLE.get(first.partition(":")[0])
-        for option in options if entry is not None and entry.coded and entry.module != _FREE[0] else ():
+        for option in options if entry is not None and entry.coded and not entry.free else ():
             if option.partition(":")[0] not in OPTIONS:
                 codecs.read(option)
         mode, delays = split(text)
@@ -172,7 +174,7 @@ def _find(text: str) -> Entry:
     if name not in TABLE:
         there = ", ".join(f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items())
         raise UsageError(f"unknown strategy {text!r}; there are: {there}")
-    if delays and TABLE[name].module != _FREE[0]:
+    if delays and not TABLE[name].free:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
         )

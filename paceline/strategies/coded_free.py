@@ -7,6 +7,7 @@ because another worker had pushed the same micro-batch, nothing is sent and noth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from paceline.tensors.codecs import parse
 from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.codecs.seats import Seats
 from paceline.tensors.encoding import Encoder, seed_of
+
+_LOOK_S = 0.01
 
 
 class CodedFree(FreeRunning):
@@ -71,6 +74,7 @@ class CodedFree(FreeRunning):
         self._kept = []
         while not self._seats.sit(self._had):  # for a moment others may have all that are free
             self._seat.check()
+            time.sleep(_LOOK_S)
 
     def _had(self, worker: int, own: int) -> bool:
         """Whether a worker that is dead has had this push counted."""
