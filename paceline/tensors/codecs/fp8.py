@@ -5,32 +5,23 @@ Large values of a block are coarser than with int8, small ones finer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, join, rows
-from paceline.tensors.codecs.int8 import BLOCK, cut_blocks, excerpts_of_blocks, largest, spread, unit
+from paceline.tensors.codecs.base import TINY, Shapes, blocks, join, rows
+from paceline.tensors.codecs.int8 import BLOCK, Blocks, cut_blocks, largest, spread, unit
 
 _MOST = 448.0
 _SECOND_BIT = ~(1 << 14)
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Blocks):
     """n + 4⌈n/256⌉ bytes. Error: |x|/16 + the block's largest |x| over 448 · 1024."""
 
     name = "fp8"
-    summable, feedback = False, True
-
-    def nbytes(self, shapes: Shapes) -> int:
-        total = count(shapes)
-        return total + 4 * -(-total // BLOCK)
-
-    def start(self, shapes: Shapes) -> torch.Tensor:
-        return torch.empty(0)
 
     def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
         if values.device.type not in ("cpu", "cuda"):
@@ -51,14 +42,6 @@ class Fp8:
             blocks(out, BLOCK, lo), blocks(halves, BLOCK, lo), rows(scales, out, BLOCK, lo), strict=True
         ):
             block.copy_(half).mul_(256.0).mul_(scale)
-
-    def excerpts(
-        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
-    ) -> list[torch.Tensor]:
-        return excerpts_of_blocks(message, count(shapes), stretches)
-
-    def common(self, shape: Sequence[int]) -> int:
-        return 0
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         step = spread(largest(values, BLOCK) * (1 / (_MOST * 1024) + 2.0**-21), values, BLOCK)

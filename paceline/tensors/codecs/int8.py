@@ -12,11 +12,9 @@ from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, c
 BLOCK = 256
 
 
-@dataclass(frozen=True)
-class Int8:
-    """n + 4⌈n/256⌉ bytes. Error: the block's largest |x| over 254."""
+class Blocks:
+    """A codec of a byte a value, and a scale for each block. Scales come first in a message."""
 
-    name = "int8"
     summable, feedback = False, True
 
     def nbytes(self, shapes: Shapes) -> int:
@@ -25,6 +23,28 @@ class Int8:
 
     def start(self, shapes: Shapes) -> torch.Tensor:
         return torch.empty(0)
+
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        scales, small = cut_blocks(message, 0, count(shapes))
+        return [join(scales[spans(lo, hi, BLOCK)], small[lo:hi]) for lo, hi in stretches]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
+
+
+def cut_blocks(message: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of blocks, and a byte for each of the values from `lo` to `hi`."""
+    scales, small = cut(message, (torch.float32, number_of(spans(lo, hi, BLOCK))), (torch.int8, hi - lo))
+    return scales, small
+
+
+@dataclass(frozen=True)
+class Int8(Blocks):
+    """n + 4⌈n/256⌉ bytes. Error: the block's largest |x| over 254."""
+
+    name = "int8"
 
     def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
         scales = largest(values, BLOCK) / 127
@@ -41,27 +61,8 @@ class Int8:
         ):
             block.copy_(level).mul_(scale)
 
-    def excerpts(
-        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
-    ) -> list[torch.Tensor]:
-        return excerpts_of_blocks(message, count(shapes), stretches)
-
-    def common(self, shape: Sequence[int]) -> int:
-        return 0
-
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         return spread(largest(values, BLOCK) * (1 / 254 + 2.0**-21), values, BLOCK) + TINY
-
-
-def cut_blocks(message: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of blocks, and a byte for each of the values from `lo` to `hi`."""
-    scales, small = cut(message, (torch.float32, number_of(spans(lo, hi, BLOCK))), (torch.int8, hi - lo))
-    return scales, small
-
-
-def excerpts_of_blocks(message: torch.Tensor, total: int, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-    scales, small = cut_blocks(message, 0, total)
-    return [join(scales[spans(lo, hi, BLOCK)], small[lo:hi]) for lo, hi in stretches]
 
 
 def int8(number: float) -> Int8:
