@@ -342,7 +342,10 @@ class Run:
         peers = self.terms.peers
         if isinstance(strategy, Served):
             strategy.reach(self._session.servers(), self._session, self._seat())
-        if tables_of(self._replica.models) and self.settings.strategy not in ("ps", "central"):
+        if tables_of(self._replica.models) and strategies.split_codec(self.settings.strategy)[0] not in (
+            "ps",
+            "central",
+        ):
             raise UsageError(
                 f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
                 '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
