@@ -54,7 +54,11 @@ def launch(strategy: str, workers: int, device: str) -> dict[str, Any]:
     flags = ["-n", str(workers), "--share-gpus", "--device", device, "--strategy", strategy, "--threads", "1"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "paceline", "run", "--runs", folder, *flags, *STRATEGIES[strategy].flags]
-        env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+        env = {
+            **os.environ,
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+        }
         start = time.monotonic()
         try:
             done = subprocess.run(
@@ -111,9 +115,13 @@ def main() -> int:
     for name in names:
         odd, first = verdict(name, results), results[name]["first"]
         bad += bool(odd)
-        here, cpu = (f"{results[name].get(words, {}).get('loss', float('nan')):.4f}" for words in ("first", "on the CPU"))
+        here, cpu = (
+            f"{results[name].get(words, {}).get('loss', float('nan')):.4f}" for words in ("first", "on the CPU")
+        )
         took = f"{first.get('steps', 0)} steps, {first.get('took_s', 0)} s"
-        print(f"{name:30} {first.get('weights_sha256', '')[:12]:12}  loss {here}, CPU {cpu}  {took}  {'; '.join(odd) or 'as promised'}")
+        print(
+            f"{name:30} {first.get('weights_sha256', '')[:12]:12}  loss {here}, CPU {cpu}  {took}  {'; '.join(odd) or 'as promised'}"
+        )
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1))
     print("all as promised" if not bad else f"{bad} not as promised")

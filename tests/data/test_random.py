@@ -49,7 +49,9 @@ def some_numbers() -> tuple[object, ...]:
     return random.gauss(0, 1), random.random(), np.random.standard_normal(3).tolist(), torch.randn(3).tolist()
 
 
-@given(before=st.lists(st.sampled_from(sorted(DRAWS)), max_size=3), seeds=st.lists(st.integers(0, 2**63 - 1), max_size=3))
+@given(
+    before=st.lists(st.sampled_from(sorted(DRAWS)), max_size=3), seeds=st.lists(st.integers(0, 2**63 - 1), max_size=3)
+)
 def test_each_generator_is_as_its_own_seeding_leaves_it(before: list[str], seeds: list[int]) -> None:
     """Whatever was drawn before, and whether it was seeded then or not."""
     with seeded(0):
