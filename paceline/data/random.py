@@ -18,7 +18,6 @@ _seed_python = super(random.Random, _python).seed
 _twisters = find()
 _fresh = b""
 """How they all were when the last seed was set."""
-_NUMPY = slice(-20, None)
 
 IN_SHARE, OUTSIDE = 1, 2
 """Keep the seeds of shares and of the code around them apart."""
@@ -30,8 +29,8 @@ def set_seed(seed: int, device: torch.device | None = None) -> None:
     _cpu.manual_seed(seed)
     _seed_python(seed)  # as random.seed does, which first looks at what kind of thing it was given
     _python.gauss_next = None
-    # Beside its state numpy's keeps a second number of each pair of normal ones: not if nothing was drawn since the last seed.
-    if _twisters.read()[_NUMPY] != _fresh[_NUMPY] or not _twisters.copy_to_numpy():
+    # numpy's keeps the second of a pair of normal numbers beside its state; but not if nothing was drawn since the last seed.
+    if not _twisters.copy_to_numpy(_fresh):
         np.random.seed(seed & 0xFFFFFFFF)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)

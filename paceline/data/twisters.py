@@ -25,28 +25,29 @@ _WORDS = 624
 _PLACE = 20
 """Bytes: the place, and four words of the state beside it."""
 
-_torch = torch.default_generator
+_torch: Any = torch.default_generator
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
-_numpy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+_numpy: Any = np.random.mtrand._rand
 _bits = _numpy._bit_generator
 
 
 class Twisters(Protocol):
     def read(self) -> bytes:
-        """Other bytes after any draw from any of them; the last ones are numpy's."""
+        """Other bytes after any draw from any of them."""
 
-    def copy_to_numpy(self) -> bool:
-        """Give numpy's the state that torch's has; whether that can be done."""
+    def copy_to_numpy(self, before: bytes) -> bool:
+        """Give numpy's the state that torch's has, if numpy's stands where it stood when `before` was read; whether it did."""
 
 
 class Asked:
     """By what each offers; slow."""
 
     def read(self) -> bytes:
-        _, words, *rest = np.random.get_state()
-        return b"".join((_torch.get_state().numpy(), words, repr((random.getstate(), rest)).encode()))
+        state: Any = np.random.get_state()
+        rest = repr((random.getstate(), state[2:])).encode()
+        return b"".join((_torch.get_state().numpy(), state[1], rest))
 
-    def copy_to_numpy(self) -> bool:
+    def copy_to_numpy(self, before: bytes) -> bool:
         return False
 
 
@@ -70,11 +71,11 @@ class Found:
             return Asked().read()
         return b"".join(self._places)
 
-    def copy_to_numpy(self) -> bool:
-        if _numpy._bit_generator is not _bits:
-            return False
-        self._numpy_state[:] = self._torch_state
-        return True
+    def copy_to_numpy(self, before: bytes) -> bool:
+        stands = _numpy._bit_generator is _bits and self._places[-1] == before[-_PLACE:]
+        if stands:
+            self._numpy_state[:] = self._torch_state
+        return stands
 
 
 def _memory(address: int, count: int) -> memoryview:
@@ -98,13 +99,13 @@ def seeds_alike(twisters: Twisters) -> bool:
     """Whether a copy from torch's is what numpy's own seed would have made."""
     for seed in (0, _SEED, (1 << 63) - 1):
         np.random.seed(seed & 0xFFFFFFFF)
-        _, words, *rest = np.random.get_state()
+        wanted: Any = np.random.get_state()
         np.random.seed(1)
         _torch.manual_seed(seed)
-        if twisters.copy_to_numpy():
-            _, copied, *others = np.random.get_state()
-            if rest != others or not np.array_equal(words, copied):
-                return False
+        twisters.copy_to_numpy(twisters.read())
+        got: Any = np.random.get_state()
+        if wanted[2:] != got[2:] or not np.array_equal(wanted[1], got[1]):
+            return False
     return True
 
 

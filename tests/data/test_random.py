@@ -115,7 +115,7 @@ def test_what_is_found_is_used_only_where_it_proves_true(monkeypatch: pytest.Mon
     assert type(twisters.find()) is Found
 
     class Astray(Found):
-        def copy_to_numpy(self) -> bool:
+        def copy_to_numpy(self, before: bytes) -> bool:
             self._numpy_state[7] ^= 1
             return True
 
