@@ -5,6 +5,10 @@ Behind each exchange a replica leaves its whole state in a locker (`state.locker
 the locker over and trains the rest from there: the same samples, the same random numbers, the same bits. The others see
 nothing of that until they meet; there they wait for it. One that died behind an exchange, before its state was in the
 locker, has missed that exchange when it comes again: it takes what the others have had behind it.
+
+With `--on-death drop` they go on without one that is lost for long (`attendance`): before the exchange they train the shares
+that it had in this round, and from then on its part of every batch. Whoever takes its place later sits out until it
+is at an exchange with the others, has nothing to bring there, and is in from then on.
 """
 
 from __future__ import annotations
@@ -14,15 +18,21 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
+from paceline.attendance import Attendance
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed
+from paceline.data.loader import Feed, Share
 from paceline.data.order import mix
+from paceline.data.pieces import NOTHING
 from paceline.data.random import IN_SHARE, set_seed
-from paceline.data.receipts import OWN_DRAWS, SAMPLES, Loose, Receipt, Tally, settled, table
+from paceline.data.receipts import NO_TALLY, OWN_DRAWS, SAMPLES, STEP, Loose, Receipt, Tally, settled, table
+from paceline.errors import UsageError
+from paceline.session import user_line
 from paceline.state.lockers import Locker
 from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch
+from paceline.strategies.presence import Deal, owed, taken_over
 from paceline.tensors.peers import TermEnded
 from paceline.tensors.tree import Plan
 
@@ -43,6 +53,8 @@ class Word(msgspec.Struct, array_like=True):
     stop: int
     term: int
     drift: float
+    present: list[int]
+    """The slots of who is in the round."""
     receipts: list[list[int]]
     """Of the steps that it has trained since the last one: its own shares."""
 
@@ -56,7 +68,12 @@ class Rounds:
         self._given: Gift | None = None
         """What is exchanged now, if the result is not in yet."""
         self._receipts: list[Receipt] = []
-        self._left = False
+        self._left = self._in_loop = False
+        self._feed: Feed | None = None
+        """Of the loop in hand."""
+        self._attendance = Attendance(run, strategy)
+        self._behind: Snapshot | None = None
+        """Others have gone on without this replica: what they have at the exchange that it has to come to."""
         self._samples = 0
         """Of the whole run, at the last exchange."""
         stepper.stop_code, stepper.delivered = int, self._delivered
@@ -77,6 +94,7 @@ class Rounds:
 
     def begin(self) -> None:
         """Whoever dies from now on has left a state."""
+        self._go_on()
         self._samples = self._stepper.samples
         if self._session.launched and self._locker(self.slot).empty:
             self._keep()
@@ -87,11 +105,34 @@ class Rounds:
         session.row.enter(Phase.JOINING)
         session.needed()
         self._take_slot([slot for slot in range(self._slots) if not self._locker(slot).empty] or range(self._slots))
-        self._run._keeping.restore(Snapshot.read(self._first_state()))
+        self._run._keeping.restore(self._first_state())
+        self._go_on()
         self._samples = self._stepper.samples
         session.row.enter(Phase.SCRIPT)
 
-    def _first_state(self) -> memoryview:
+    def _go_on(self) -> None:
+        self._attendance.go_on()
+        if self._sits_out:
+            self._strategy.begin_anew()
+
+    @property
+    def _sits_out(self) -> bool:
+        """Whether others train this replica's shares."""
+        return self.slot not in self._attendance.deal[-1]
+
+    def _first_state(self) -> Snapshot:
+        """What this replica has left; or the others, if they have gone on without it."""
+        own, others = self._locker(self.slot), [self._locker(k) for k in range(self._slots) if k != self.slot]
+        if self._attendance.drops:
+            there = [locker for locker in others if not locker.empty]
+            ahead = [locker for locker in there if own.empty or locker.rounds > own.rounds]
+            if ahead:
+                theirs = Snapshot.read(max(ahead, key=lambda locker: locker.rounds).copied())
+                if self.slot not in (theirs.tree["strategy"]["present"] or range(self._slots)):
+                    return theirs
+        return Snapshot.read(self._own_state())
+
+    def _own_state(self) -> memoryview:
         """One that died before it had left any began as all others did."""
         while True:
             for locker in (self._locker(slot) for slot in (self.slot, *range(self._slots))):
@@ -116,7 +157,12 @@ class Rounds:
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
         run, stepper = self._run, self._stepper
         self.come_together()
-        epoch = stepper.epoch
+        if self._attendance.drops and feed.steps is None:
+            raise UsageError(
+                f"{user_line()}: --on-death drop with an IterableDataset: nobody could read a lost replica's items again; make it "
+                "map-style, or leave --on-death out"
+            )
+        epoch, self._feed, self._in_loop = stepper.epoch, feed, True
         number = run._feeding.position(loader, epoch)
         stepper.gaps.begin()
         self._session.left = None
@@ -128,7 +174,7 @@ class Rounds:
                 batch = Batch(stepper, feed, loader, epoch, number)
                 if batch.sizes is not None and not any(batch.sizes) and feed.steps is None:
                     break
-                share = batch.share(self.slot)
+                share = None if self._sits_out else batch.share(self.slot)
                 stepper.split.data += time.perf_counter() - start
                 self._begin_step(batch, start)
                 if share is not None:  # else it has no sample of this batch, and sits the step out
@@ -136,123 +182,199 @@ class Rounds:
                 stepper.end()
                 number += 1
                 run._feeding.positions_at(loader, epoch, number)
-                self._at_boundary()
-            self._close()
+                yield from self._for_others(self._receipts[-1])
+                yield from self._at_boundary()
+            yield from self._close()
         except GeneratorExit:
             if stepper.abandon():
                 run._feeding.positions_at(loader, epoch, number + 1)
             self._left = True
             raise
         finally:
+            self._feed, self._in_loop = None, False
             feed.stop()
 
     def over_steps(self, count: int) -> Iterator[int]:
         run, stepper = self._run, self._stepper
         self.come_together()
         stepper.gaps.begin()
-        limit = run.settings.steps
+        limit, self._in_loop = run.settings.steps, True
         try:
             for number in range(stepper.step, min(count, limit or count)):
                 self._begin_step(None, time.perf_counter())
-                yield number
+                if not self._sits_out:
+                    yield number
                 stepper.end()
-                self._at_boundary()
+                yield from self._for_others(self._receipts[-1])
+                yield from self._at_boundary()
                 if run.stopped:
                     break
-            self._close()
+            yield from self._close()
         except GeneratorExit:
             stepper.abandon()
             self._left = True
             raise
+        finally:
+            self._in_loop = False
 
     def _begin_step(self, batch: Batch | None, since: float) -> None:
         stepper = self._stepper
         stepper.begin(batch, since)
-        stepper.slot = self.slot
-        set_seed(mix(self._run.settings.seed, IN_SHARE, stepper.step, 0, self.slot), self._run.device)
+        stepper.slot = stepper.mine[0]
+        set_seed(mix(self._run.settings.seed, IN_SHARE, stepper.step, 0, stepper.slot), self._run.device)
 
     def _delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         stepper = self._stepper
         loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
+        tally = NO_TALLY if self._sits_out else tally
         self._receipts.append(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
         self._strategy.trained(tally.samples)
 
-    def _at_boundary(self) -> None:
+    # shares of a replica that the run has gone on without
+
+    def _for_others(self, done: Receipt) -> Iterator[Any]:
+        """What falls to this replica in a step that it has done, beside its own share."""
+        for slot in taken_over(done.step, self.slot, self._slots, self._attendance.deal):
+            yield from self._stand_in(done, slot)
+
+    def _make_up(self, before: Deal) -> Iterator[Any]:
+        """The same in all steps of this round, once it is dealt anew."""
+        done = {receipt.step: receipt for receipt in self._receipts}
+        for step, slot in owed(done, self.slot, self._slots, before, self._attendance.deal):
+            yield from self._stand_in(done[step], slot)
+
+    def _stand_in(self, done: Receipt, slot: int) -> Iterator[Any]:
+        """Train the share that another slot had in a step that is done."""
+        stepper, at = self._stepper, self._stepper.step
+        batch = Batch(stepper, self._feed, done.loader, done.epoch, done.batch) if self._feed is not None else None
+        share = batch.share(slot) if batch is not None else Share(done.step, NOTHING.ids)
+        if share is None:
+            return
+        stepper.step, stepper.mine = done.step, [slot]
+        try:
+            self._begin_step(batch, time.perf_counter())
+            yield share.value
+        finally:  # also if the script leaves its loop here
+            tally = stepper.tally_alone()
+            self._receipts.append(Receipt(*done[:SAMPLES], *tally))
+            self._strategy.trained(tally.samples, steps=0)
+            stepper.step, stepper.mine = at, [self.slot]
+            stepper.end_turn(at)
+
+    # the end of a round
+
+    def _at_boundary(self) -> Iterator[Any]:
         """A step is over."""
         step, rhythm = self._stepper.step, self._strategy.rhythm
         if step == self._run.settings.steps:
-            self._close()
+            yield from self._close()
             return
         if rhythm.overlap and self._given is not None and rhythm.takes(step):
-            self._meet()
+            yield from self._meet()
         fragment = rhythm.gives(step)
         if fragment is not None:
             self._given = self._strategy.give(fragment)
             if not rhythm.overlap:
-                self._meet()
+                yield from self._meet()
 
     def come_together(self) -> None:
         """The script has left a loop in the middle."""
         if self._left:
             self._left = False
-            self._close()
+            for _ in self._close():
+                raise AssertionError("a share is to be trained, and there is no loop")
 
-    def _close(self) -> None:
+    def _close(self) -> Iterator[Any]:
         """Everybody's weights are the same behind this, whatever has been trained since they were last."""
         if self._given is not None:
-            self._meet()
+            yield from self._meet()
         if self._strategy.apart:
             self._given = self._strategy.give(None)
-            self._meet()
+            yield from self._meet()
 
     def collect(self) -> None:
         return
 
     # an exchange
 
-    def _meet(self) -> None:
-        """What was given is exchanged, and what became of it comes in."""
+    def _meet(self) -> Iterator[Any]:
+        """What was given is exchanged, and what became of it comes in; behind the shares that were dealt anew meanwhile."""
         gift, self._given = self._given, None
         assert gift is not None
+        deal = self._attendance.deal
+        while not self._exchanged(gift):
+            self._strategy.withdraw(gift)
+            if self._sits_out:
+                self._strategy.forget()
+            yield from self._make_up(deal)
+            deal, gift = self._attendance.deal, self._strategy.give_again(gift)
+        self._receipts = []
+        if self._behind is None:
+            self._keep()
+        self._run._keeping.at_boundary()
+        self._session.at = f"the code after step {self._stepper.step}"
+
+    def _exchanged(self, gift: Gift) -> bool:
         stepper = self._stepper
         start, waited = time.perf_counter(), self._run.terms.meeting.waited_s
         self._session.row.enter(Phase.REDUCE)
         self._session.at = f"the exchange after step {stepper.step}"
-        self._exchange(gift)
-        self._receipts = []
-        self._keep()
+        done = self._exchange(gift)
         wait = self._run.terms.meeting.waited_s - waited
         spent = time.perf_counter() - start
         stepper.split.wait += wait
         stepper.split.communication += spent - wait
         stepper.split.total += spent
-        self._run._keeping.at_boundary()
-        self._session.at = f"the code after step {stepper.step}"
+        return done
 
-    def _exchange(self, gift: Gift) -> None:
-        """Meet the others for it, and take what became of it."""
+    def _exchange(self, gift: Gift) -> bool:
+        """Meet the others for it, and take what became of it. False: the round was dealt anew before."""
         terms, strategy = self._run.terms, self._strategy
         terms.catching_up = False
+        if self._behind is not None and not self._arrives(self._behind):
+            self._miss(gift)
+            return True
         while True:
             try:
                 if self._session.joining:
                     terms.come_in()
-                terms.refill(self._slots, None)
+                if not self._attendance.assemble(self.slot, strategy.rounds, self._least):
+                    return False
                 words = self._said()
                 newest = max(word.rounds for word in words)
                 if any(word.rounds < newest for word in words):
-                    common = self._shipped([word.rounds for word in words].index(newest))
-                    if strategy.rounds < newest:
+                    first = [word.rounds for word in words].index(newest)
+                    present = words[first].present
+                    whole = any(word.slot not in present for word in words)
+                    common = self._shipped(first, whole)
+                    if strategy.rounds < newest and self.slot in present:
                         self._catch_up(gift, common)
-                        return
+                        return True
+                    if strategy.rounds < newest:
+                        self._behind, self._attendance.deal = common, [present]
+                        self._miss(gift)
+                        return True
                     continue  # it trains until it is here again
-                strategy.exchange(gift, self.slot, Plan(self._slots, tuple(((w.slot, w.slot + 1),) for w in words)))
+                strategy.exchange(gift, self.slot, self._plan(words))
                 break
             except TermEnded:
                 terms.next()
         terms.committed(self._stepper.step)
         strategy.take(gift, self._own_part(gift))
         self._settle(words)
+        return True
+
+    @property
+    def _least(self) -> int:
+        """With how many an exchange may be. Outside a loop nobody could train a lost one's shares."""
+        return self._run.settings.min_workers if self._in_loop else self._slots
+
+    def _plan(self, words: list[Word]) -> Plan:
+        """Each has its own slot; the first one has those, too, that nobody brings anything for."""
+        ranges = [((word.slot, word.slot + 1),) for word in words]
+        there = {word.slot for word in words}
+        ranges[0] += tuple((slot, slot + 1) for slot in range(self._slots) if slot not in there)
+        return Plan(self._slots, tuple(ranges))
 
     def _own_part(self, gift: Gift) -> float:
         """What this replica's weights count for beside what all have come to; nothing, where everything is exchanged."""
@@ -261,34 +383,37 @@ class Rounds:
     def _said(self) -> list[Word]:
         run = self._run
         stop, term = run._stopping.code(self._stepper.step, run.metrics), self._session.next_term
-        receipts = settled(self._receipts).tolist()
-        mine = Word(self._strategy.rounds, self.slot, stop, term, self._strategy.drift, receipts)
+        receipts = [] if self._sits_out else settled(self._receipts).tolist()
+        present = self._attendance.deal[-1]
+        mine = Word(self._strategy.rounds, self.slot, stop, term, self._strategy.drift, present, receipts)
         said = run.terms.peers.gather(_WORDS, msgspec.msgpack.encode(mine))
         return [msgspec.msgpack.decode(word, type=Word) for word in said]
 
     def _settle(self, words: list[Word]) -> None:
         """All have met: each step that they have trained since is whole now."""
         run, stepper = self._run, self._stepper
-        columns = table([receipt for word in words for receipt in word.receipts]).reshape(
-            len(words), -1, len(Receipt._fields)
-        )
-        for shares in columns.swapaxes(0, 1):
+        rows = table([receipt for word in words for receipt in word.receipts])
+        for number in np.unique(rows[:, STEP]):
+            shares = rows[rows[:, STEP] == number]
             step, epoch, loader, batch = shares[0, :SAMPLES].tolist()
             tally = Tally.total(shares[:, SAMPLES:])
             self._samples += tally.samples
             if run._keeping.ledger.add(Receipt(step, epoch, loader, batch, *tally)) and run.is_main:
                 run._keeping.ledger.write()
         stepper.samples = self._samples
-        stepper.agreed_term = min(word.term for word in words)
+        self._attendance.begin_round([word.slot for word in words])
+        # Whoever comes where replicas may be dropped comes in where they come together.
+        stepper.agreed_term = run._session.view.term if self._attendance.drops else min(word.term for word in words)
         codes = [word.stop for word in words]
         if any(codes) and not run.stopped:
             run._stopping.settle(codes, stepper.step)
 
-    def _shipped(self, giver: int) -> Snapshot:
-        """What all have had in common behind the last exchange, from one who has had it."""
+    def _shipped(self, giver: int, whole: bool) -> Snapshot:
+        """What all have had in common behind the last exchange, from one who has had it; and its whole replica, for one who
+        has to take that."""
         mine = self._run.terms.peers.rank == giver
         said = self._run.terms.peers.gather(
-            _SHIPPED, self._run._keeping.common(self._samples).to_bytes() if mine else b""
+            _SHIPPED, self._run._keeping.common(self._samples, whole).to_bytes() if mine else b""
         )
         return Snapshot.read(memoryview(said[giver]))
 
@@ -300,10 +425,29 @@ class Rounds:
         self._stepper.agreed_term = self._session.view.term
         self._run.terms.catching_up = True  # until the next exchange: what is met before, they have met
 
+    def _miss(self, gift: Gift) -> None:
+        """An exchange that the others have had without this replica."""
+        self._strategy.forget()
+        self._strategy.miss(gift)
+        self._stepper.agreed_term = self._session.view.term
+        self._run.terms.catching_up = True
+
+    def _arrives(self, common: Snapshot) -> bool:
+        """Whether this is the exchange at which the others wait; then this replica goes on as one of theirs."""
+        if self._strategy.rounds < common.tree["strategy"]["rounds"]:
+            return False
+        self._behind = None
+        self._run._replica.restore(common.tree["replica"])
+        self._strategy.take_common(common.tree["strategy"])
+        self._run._keeping.catch_up(common)
+        self._samples = self._stepper.samples
+        return True
+
     # checkpoints
 
     def states(self) -> list[bytes]:
-        """Every replica's, in the order of slots, for main; all meet for that."""
+        """Every replica's, in the order of slots, for main; all meet for that. Who takes the place of a lost one begins as
+        main."""
         session = self._session
         if not session.launched:
             return []
@@ -315,4 +459,7 @@ class Rounds:
         if not self._run.is_main:
             return []
         found = {int.from_bytes(said[:8], "little"): said[8:] for said in brought}
-        return [found[slot] or bytes(self._locker(slot).look()) for slot in sorted(found)]
+        return [
+            found.get(slot) or bytes(self._locker(slot if slot in found else self.slot).look())
+            for slot in range(self._slots)
+        ]

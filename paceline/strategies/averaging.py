@@ -72,6 +72,10 @@ class Averaging:
         self._sent_before, self._wire_bytes = 0, 0
         self.rounds, self.drift = 0, 0.0
         """How often they have met, and how far this one had come from the mean when they last did, by θ's norm."""
+        self.present: list[int] = []
+        """The slots of those who met last; none: they have not met yet, and are all there."""
+        self.dropped: list[list[int]] = []
+        """Replicas that the run has gone on without: the slot, and the steps that were done."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:
@@ -112,11 +116,16 @@ class Averaging:
         """Whether something was trained that is not exchanged."""
         return any(fragment.steps for fragment in self._fragments)
 
-    def trained(self, samples: int) -> None:
-        """A step, with so many."""
+    def trained(self, samples: int, steps: int = 1) -> None:
+        """A step, with so many; or more of one that has been counted."""
         for fragment in self._fragments:
-            fragment.steps += 1
+            fragment.steps += steps
             fragment.samples += samples
+
+    def forget(self) -> None:
+        """What was trained since the last exchange does not count: others have trained it."""
+        for fragment in self._fragments:
+            fragment.samples = 0
 
     def give(self, number: int | None) -> Gift:
         """A fragment as it is now, or all of them."""
@@ -138,8 +147,20 @@ class Averaging:
                 differences.append(mine if weight else [None] * len(mine))
         return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights)
 
+    def give_again(self, gift: Gift) -> Gift:
+        """The same, after more has been trained."""
+        number = None if len(gift.fragments) == len(self._fragments) else gift.fragments[0]
+        return self.give(number)
+
+    def withdraw(self, gift: Gift) -> None:
+        """There is more to be trained before it counts: buffers go on from where they were."""
+        for number, mine in zip(gift.fragments, gift.differences, strict=True):
+            if number == 0:
+                self._buffers.go_on(mine[len(self._fragments[0].params) :])
+
     def exchange(self, gift: Gift, slot: int, plan: Plan) -> None:
-        """Meet the others for it; again from its beginning, if a peer was lost in the middle."""
+        """Meet the others for it; again from its beginning, if a peer was lost in the middle. Leaves of the plan that are
+        nobody's count for nothing."""
         gift.means = []
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
@@ -147,7 +168,9 @@ class Averaging:
                 if isinstance(reducer, CodedReducer):
                     reducer.begin(self.rounds, 0)
                 reducer.open(plan, 1)
-                reducer.fold(slot, mine, weight)
+                for leaf in plan.leaves_of(self._peers.rank):
+                    own = leaf == slot
+                    reducer.fold(leaf, mine if own else [None] * len(mine), weight if own else 0.0)
                 lanes = [self._sent_before + self._peers.sent_bytes]
                 mean = reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, lanes, True, 1.0)
                 self._wire_bytes = int(mean.rows.sum())
@@ -190,10 +213,16 @@ class Averaging:
                 with torch.no_grad():
                     reducer.begin(self.rounds, 0)
                     reducer.missed(slot, slots, mine, weight)
-        self._take_common(state)
+        self.take_common(state)
         if 0 in gift.fragments and self._replica.buffers:
             torch._foreach_copy_(self._replica.buffers, self._buffers.start)
         self._go_on(gift, own)
+
+    def miss(self, gift: Gift) -> None:
+        """An exchange of the others, which this one has no part in."""
+        self.rounds += 1
+        for number, steps in zip(gift.fragments, gift.steps, strict=True):
+            self._fragments[number].steps -= steps
 
     # what survives
 
@@ -201,6 +230,8 @@ class Averaging:
         """Behind an exchange: what all have in common then, and what this one has trained that is not exchanged yet."""
         return {
             "rounds": self.rounds,
+            "present": self.present,
+            "dropped": self.dropped,
             "theta": self._theta,
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
@@ -213,15 +244,24 @@ class Averaging:
         return [fragment.reducer for fragment in self._fragments]
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._take_common(state)
+        self.take_common(state)
         for fragment, (steps, samples) in zip(self._fragments, state["trained"], strict=True):
             fragment.steps, fragment.samples = steps, samples
         for reducer, kept in zip(self._reducers, state["kept"], strict=True):
             if isinstance(reducer, CodedReducer):
                 reducer.kept.take_back(kept)
 
-    def _take_common(self, state: dict[str, Any]) -> None:
+    def begin_anew(self) -> None:
+        """This is the state of another one, whose shares are its own."""
+        self.forget()
+        for reducer in self._reducers:
+            if isinstance(reducer, CodedReducer):
+                reducer.kept.forget()
+
+    def take_common(self, state: dict[str, Any]) -> None:
+        """What all have had behind the last exchange."""
         self.rounds = state["rounds"]
+        self.present, self.dropped = list(state["present"]), [list(each) for each in state["dropped"]]
         with torch.no_grad():
             torch._foreach_copy_([*self._theta, *self._buffers.start], [*state["theta"], *state["buffers"]])
             for fragment, (count, states) in zip(self._fragments, state["outer"], strict=True):
@@ -238,7 +278,9 @@ class Averaging:
         sent = sum(r.sent_bytes for r in self._reducers if isinstance(r, CodedReducer))
         plain = sum(r.plain_bytes for r in self._reducers if isinstance(r, CodedReducer))
         compression = {"compression": round(sent / plain, 5)} if plain else {}
-        return {"rounds": self.rounds, "wire_bytes": self._wire_bytes, **compression}
+        dropped = [{"replica": slot, "step": step} for slot, step in self.dropped]
+        lost = {"dropped": dropped} if dropped else {}
+        return {"rounds": self.rounds, "wire_bytes": self._wire_bytes, **compression, **lost}
 
     def close(self) -> None:
         return

@@ -60,6 +60,13 @@ class Buffers:
             tensor.copy_(start)
         return moves
 
+    def go_on(self, moves: Sequence[torch.Tensor | None]) -> None:
+        """What was taken is put back: the share goes on."""
+        with torch.no_grad():
+            for tensor, move in zip(self._tensors, moves, strict=True):
+                if move is not None:
+                    tensor.add_(move if tensor.dtype.is_floating_point else move.round().to(tensor.dtype))
+
     def settle(self, moves: Sequence[torch.Tensor], present: Sequence[bool], factor: float) -> None:
         """All shares are in: `moves` times `factor` is their mean."""
         for index, tensor in enumerate(self._tensors):
