@@ -17,46 +17,27 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
-
-from paceline.attendance import Attendance
 from paceline.cluster.board import Phase
 from paceline.data.loader import Feed, Share
 from paceline.data.order import mix
 from paceline.data.pieces import NOTHING
 from paceline.data.random import IN_SHARE, set_seed
-from paceline.data.receipts import NO_TALLY, OWN_DRAWS, SAMPLES, STEP, Loose, Receipt, Tally, settled, table
+from paceline.data.receipts import NO_TALLY, OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
+from paceline.exchanges import Exchanges
 from paceline.session import user_line
 from paceline.state.lockers import Locker
 from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch
 from paceline.strategies.presence import Deal, owed, taken_over
-from paceline.tensors.peers import TermEnded
-from paceline.tensors.tree import Plan
 
 if TYPE_CHECKING:
     from paceline.run import Run
     from paceline.steps import Stepper
     from paceline.strategies.averaging import Averaging, Gift
 
-_WORDS, _STATES, _SHIPPED = mix(501), mix(503), mix(504)
+_STATES = mix(503)
 _POLL_S = 0.001
-
-
-class Word(msgspec.Struct, array_like=True):
-    """What a replica says before an exchange."""
-
-    rounds: int
-    slot: int
-    stop: int
-    term: int
-    drift: float
-    present: list[int]
-    """The slots of who is in the round."""
-    receipts: list[list[int]]
-    """Of the steps that it has trained since the last one: its own shares."""
 
 
 class Rounds:
@@ -71,11 +52,7 @@ class Rounds:
         self._left = self._in_loop = False
         self._feed: Feed | None = None
         """Of the loop in hand."""
-        self._attendance = Attendance(run, strategy)
-        self._behind: Snapshot | None = None
-        """Others have gone on without this replica: what they have at the exchange that it has to come to."""
-        self._samples = 0
-        """Of the whole run, at the last exchange."""
+        self._exchanges = Exchanges(run, strategy, stepper)
         stepper.stop_code, stepper.delivered = int, self._delivered
         if not self._session.joining:
             self._take_slot([self._session.rank, *range(self._slots)])
@@ -90,12 +67,12 @@ class Rounds:
             session.check_run()
             time.sleep(_POLL_S)
             free = next((slot for slot in slots if self._locker(slot).claim()), None)
-        self.slot, self._stepper.mine = free, [free]
+        self.slot = self._exchanges.slot = free
+        self._stepper.mine = [free]
 
     def begin(self) -> None:
         """Whoever dies from now on has left a state."""
-        self._go_on()
-        self._samples = self._stepper.samples
+        self._exchanges.begin()
         if self._session.launched and self._locker(self.slot).empty:
             self._keep()
 
@@ -106,24 +83,13 @@ class Rounds:
         session.needed()
         self._take_slot([slot for slot in range(self._slots) if not self._locker(slot).empty] or range(self._slots))
         self._run._keeping.restore(self._first_state())
-        self._go_on()
-        self._samples = self._stepper.samples
+        self._exchanges.begin()
         session.row.enter(Phase.SCRIPT)
-
-    def _go_on(self) -> None:
-        self._attendance.go_on()
-        if self._sits_out:
-            self._strategy.begin_anew()
-
-    @property
-    def _sits_out(self) -> bool:
-        """Whether others train this replica's shares."""
-        return self.slot not in self._attendance.deal[-1]
 
     def _first_state(self) -> Snapshot:
         """What this replica has left; or the others, if they have gone on without it."""
         own, others = self._locker(self.slot), [self._locker(k) for k in range(self._slots) if k != self.slot]
-        if self._attendance.drops:
+        if self._exchanges.attendance.drops:
             there = [locker for locker in others if not locker.empty]
             ahead = [locker for locker in there if own.empty or locker.rounds > own.rounds]
             if ahead:
@@ -157,7 +123,7 @@ class Rounds:
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
         run, stepper = self._run, self._stepper
         self.come_together()
-        if self._attendance.drops and feed.steps is None:
+        if self._exchanges.attendance.drops and feed.steps is None:
             raise UsageError(
                 f"{user_line()}: --on-death drop with an IterableDataset: nobody could read a lost replica's items again; make it "
                 "map-style, or leave --on-death out"
@@ -174,7 +140,7 @@ class Rounds:
                 batch = Batch(stepper, feed, loader, epoch, number)
                 if batch.sizes is not None and not any(batch.sizes) and feed.steps is None:
                     break
-                share = None if self._sits_out else batch.share(self.slot)
+                share = None if self._exchanges.sits_out else batch.share(self.slot)
                 stepper.split.data += time.perf_counter() - start
                 self._begin_step(batch, start)
                 if share is not None:  # else it has no sample of this batch, and sits the step out
@@ -202,7 +168,7 @@ class Rounds:
         try:
             for number in range(stepper.step, min(count, limit or count)):
                 self._begin_step(None, time.perf_counter())
-                if not self._sits_out:
+                if not self._exchanges.sits_out:
                     yield number
                 stepper.end()
                 yield from self._for_others(self._receipts[-1])
@@ -226,7 +192,7 @@ class Rounds:
     def _delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         stepper = self._stepper
         loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
-        tally = NO_TALLY if self._sits_out else tally
+        tally = NO_TALLY if self._exchanges.sits_out else tally
         self._receipts.append(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
         self._strategy.trained(tally.samples)
 
@@ -234,13 +200,13 @@ class Rounds:
 
     def _for_others(self, done: Receipt) -> Iterator[Any]:
         """What falls to this replica in a step that it has done, beside its own share."""
-        for slot in taken_over(done.step, self.slot, self._slots, self._attendance.deal):
+        for slot in taken_over(done.step, self.slot, self._slots, self._exchanges.attendance.deal):
             yield from self._stand_in(done, slot)
 
     def _make_up(self, before: Deal) -> Iterator[Any]:
         """The same in all steps of this round, once it is dealt anew."""
         done = {receipt.step: receipt for receipt in self._receipts}
-        for step, slot in owed(done, self.slot, self._slots, before, self._attendance.deal):
+        for step, slot in owed(done, self.slot, self._slots, before, self._exchanges.attendance.deal):
             yield from self._stand_in(done[step], slot)
 
     def _stand_in(self, done: Receipt, slot: int) -> Iterator[Any]:
@@ -256,7 +222,7 @@ class Rounds:
             yield share.value
         finally:  # also if the script leaves its loop here
             tally = stepper.tally_alone()
-            self._receipts.append(Receipt(*done[:SAMPLES], *tally))
+            self._receipts.append(Receipt(done.step, done.epoch, done.loader, done.batch, *tally))
             self._strategy.trained(tally.samples, steps=0)
             stepper.step, stepper.mine = at, [self.slot]
             stepper.end_turn(at)
@@ -301,15 +267,15 @@ class Rounds:
         """What was given is exchanged, and what became of it comes in; behind the shares that were dealt anew meanwhile."""
         gift, self._given = self._given, None
         assert gift is not None
-        deal = self._attendance.deal
+        deal = self._exchanges.attendance.deal
         while not self._exchanged(gift):
             self._strategy.withdraw(gift)
-            if self._sits_out:
+            if self._exchanges.sits_out:
                 self._strategy.forget()
             yield from self._make_up(deal)
-            deal, gift = self._attendance.deal, self._strategy.give_again(gift)
+            deal, gift = self._exchanges.attendance.deal, self._strategy.give_again(gift)
         self._receipts = []
-        if self._behind is None:
+        if not self._exchanges.is_behind:
             self._keep()
         self._run._keeping.at_boundary()
         self._session.at = f"the code after step {self._stepper.step}"
@@ -319,129 +285,15 @@ class Rounds:
         start, waited = time.perf_counter(), self._run.terms.meeting.waited_s
         self._session.row.enter(Phase.REDUCE)
         self._session.at = f"the exchange after step {stepper.step}"
-        done = self._exchange(gift)
+        # Outside a loop nobody could train a lost one's shares.
+        least = self._run.settings.min_workers if self._in_loop else self._slots
+        done = self._exchanges.exchange(gift, self._receipts, least)
         wait = self._run.terms.meeting.waited_s - waited
         spent = time.perf_counter() - start
         stepper.split.wait += wait
         stepper.split.communication += spent - wait
         stepper.split.total += spent
         return done
-
-    def _exchange(self, gift: Gift) -> bool:
-        """Meet the others for it, and take what became of it. False: the round was dealt anew before."""
-        terms, strategy = self._run.terms, self._strategy
-        terms.catching_up = False
-        if self._behind is not None and not self._arrives(self._behind):
-            self._miss(gift)
-            return True
-        while True:
-            try:
-                if self._session.joining:
-                    terms.come_in()
-                if not self._attendance.assemble(self.slot, strategy.rounds, self._least):
-                    return False
-                words = self._said()
-                newest = max(word.rounds for word in words)
-                if any(word.rounds < newest for word in words):
-                    first = [word.rounds for word in words].index(newest)
-                    present = words[first].present
-                    whole = any(word.slot not in present for word in words)
-                    common = self._shipped(first, whole)
-                    if strategy.rounds < newest and self.slot in present:
-                        self._catch_up(gift, common)
-                        return True
-                    if strategy.rounds < newest:
-                        self._behind, self._attendance.deal = common, [present]
-                        self._miss(gift)
-                        return True
-                    continue  # it trains until it is here again
-                strategy.exchange(gift, self.slot, self._plan(words))
-                break
-            except TermEnded:
-                terms.next()
-        terms.committed(self._stepper.step)
-        strategy.take(gift, self._own_part(gift))
-        self._settle(words)
-        return True
-
-    @property
-    def _least(self) -> int:
-        """With how many an exchange may be. Outside a loop nobody could train a lost one's shares."""
-        return self._run.settings.min_workers if self._in_loop else self._slots
-
-    def _plan(self, words: list[Word]) -> Plan:
-        """Each has its own slot; the first one has those, too, that nobody brings anything for."""
-        ranges = [((word.slot, word.slot + 1),) for word in words]
-        there = {word.slot for word in words}
-        ranges[0] += tuple((slot, slot + 1) for slot in range(self._slots) if slot not in there)
-        return Plan(self._slots, tuple(ranges))
-
-    def _own_part(self, gift: Gift) -> float:
-        """What this replica's weights count for beside what all have come to; nothing, where everything is exchanged."""
-        return self._strategy.rhythm.mix if len(gift.fragments) < self._strategy.rhythm.fragments else 0.0
-
-    def _said(self) -> list[Word]:
-        run = self._run
-        stop, term = run._stopping.code(self._stepper.step, run.metrics), self._session.next_term
-        receipts = [] if self._sits_out else settled(self._receipts).tolist()
-        present = self._attendance.deal[-1]
-        mine = Word(self._strategy.rounds, self.slot, stop, term, self._strategy.drift, present, receipts)
-        said = run.terms.peers.gather(_WORDS, msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(word, type=Word) for word in said]
-
-    def _settle(self, words: list[Word]) -> None:
-        """All have met: each step that they have trained since is whole now."""
-        run, stepper = self._run, self._stepper
-        rows = table([receipt for word in words for receipt in word.receipts])
-        for number in np.unique(rows[:, STEP]):
-            shares = rows[rows[:, STEP] == number]
-            step, epoch, loader, batch = shares[0, :SAMPLES].tolist()
-            tally = Tally.total(shares[:, SAMPLES:])
-            self._samples += tally.samples
-            if run._keeping.ledger.add(Receipt(step, epoch, loader, batch, *tally)) and run.is_main:
-                run._keeping.ledger.write()
-        stepper.samples = self._samples
-        self._attendance.begin_round([word.slot for word in words])
-        # Whoever comes where replicas may be dropped comes in where they come together.
-        stepper.agreed_term = run._session.view.term if self._attendance.drops else min(word.term for word in words)
-        codes = [word.stop for word in words]
-        if any(codes) and not run.stopped:
-            run._stopping.settle(codes, stepper.step)
-
-    def _shipped(self, giver: int, whole: bool) -> Snapshot:
-        """What all have had in common behind the last exchange, from one who has had it; and its whole replica, for one who
-        has to take that."""
-        mine = self._run.terms.peers.rank == giver
-        said = self._run.terms.peers.gather(
-            _SHIPPED, self._run._keeping.common(self._samples, whole).to_bytes() if mine else b""
-        )
-        return Snapshot.read(memoryview(said[giver]))
-
-    def _catch_up(self, gift: Gift, common: Snapshot) -> None:
-        """The others have had this exchange, and wait in the next one."""
-        self._strategy.catch_up(gift, self.slot, self._slots, self._own_part(gift), common.tree["strategy"])
-        self._run._keeping.catch_up(common)
-        self._samples = self._stepper.samples
-        self._stepper.agreed_term = self._session.view.term
-        self._run.terms.catching_up = True  # until the next exchange: what is met before, they have met
-
-    def _miss(self, gift: Gift) -> None:
-        """An exchange that the others have had without this replica."""
-        self._strategy.forget()
-        self._strategy.miss(gift)
-        self._stepper.agreed_term = self._session.view.term
-        self._run.terms.catching_up = True
-
-    def _arrives(self, common: Snapshot) -> bool:
-        """Whether this is the exchange at which the others wait; then this replica goes on as one of theirs."""
-        if self._strategy.rounds < common.tree["strategy"]["rounds"]:
-            return False
-        self._behind = None
-        self._run._replica.restore(common.tree["replica"])
-        self._strategy.take_common(common.tree["strategy"])
-        self._run._keeping.catch_up(common)
-        self._samples = self._stepper.samples
-        return True
 
     # checkpoints
 

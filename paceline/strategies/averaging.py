@@ -28,7 +28,7 @@ from paceline.tensors.coded import CodedReducer
 from paceline.tensors.layout import sum_dtype
 from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
-from paceline.tensors.tree import Plan
+from paceline.tensors.tree import Plan, Range
 
 _EXCHANGE = mix(502)
 
@@ -158,9 +158,10 @@ class Averaging:
             if number == 0:
                 self._buffers.go_on(mine[len(self._fragments[0].params) :])
 
-    def exchange(self, gift: Gift, slot: int, plan: Plan) -> None:
-        """Meet the others for it; again from its beginning, if a peer was lost in the middle. Leaves of the plan that are
-        nobody's count for nothing."""
+    def exchange(self, gift: Gift, slot: int, slots: Sequence[int], leaves: int) -> None:
+        """Meet the others for it; again from its beginning, if a peer was lost in the middle. `slots`: theirs, in the order
+        of ranks, of so many `leaves`."""
+        plan = plan_of(slots, leaves)
         gift.means = []
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
@@ -176,8 +177,8 @@ class Averaging:
                 self._wire_bytes = int(mean.rows.sum())
                 gift.means.append(mean)
 
-    def take(self, gift: Gift, own: float) -> None:
-        """What became of it comes in; the own weights count for `own` there."""
+    def take(self, gift: Gift) -> None:
+        """What became of it comes in."""
         away = norm = 0.0
         with torch.no_grad():
             for number, mine, mean in zip(gift.fragments, gift.differences, gift.means, strict=True):
@@ -194,9 +195,11 @@ class Averaging:
                     self._buffers.settle(mean.views[count:], mean.present[count:], 1.0)
         self.drift = (away / norm) ** 0.5 if norm else 0.0
         self.rounds += 1
-        self._go_on(gift, own)
+        self._go_on(gift)
 
-    def _go_on(self, gift: Gift, own: float) -> None:
+    def _go_on(self, gift: Gift) -> None:
+        """This replica's weights count for something beside what all have come to, unless everything is exchanged."""
+        own = self.rhythm.mix if len(gift.fragments) < self.rhythm.fragments else 0.0
         with torch.no_grad():
             for number, steps, weight in zip(gift.fragments, gift.steps, gift.weights, strict=True):
                 self._fragments[number].samples -= int(weight)
@@ -205,7 +208,7 @@ class Averaging:
                     theta, param = self._theta[index], self._replica.params[index]
                     param.copy_(param * own + theta * (1 - own) if own else theta)
 
-    def catch_up(self, gift: Gift, slot: int, slots: int, own: float, state: dict[str, Any]) -> None:
+    def catch_up(self, gift: Gift, slot: int, slots: int, state: dict[str, Any]) -> None:
         """The same for one who comes too late for that: this is what another one has had behind it."""
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
@@ -216,7 +219,7 @@ class Averaging:
         self.take_common(state)
         if 0 in gift.fragments and self._replica.buffers:
             torch._foreach_copy_(self._replica.buffers, self._buffers.start)
-        self._go_on(gift, own)
+        self._go_on(gift)
 
     def miss(self, gift: Gift) -> None:
         """An exchange of the others, which this one has no part in."""
@@ -284,6 +287,17 @@ class Averaging:
 
     def close(self) -> None:
         return
+
+
+def plan_of(slots: Sequence[int], leaves: int) -> Plan:
+    """Each worker has its own slot; the first one has those, too, that nobody brings anything for.
+
+    >>> plan_of([2, 0], 4).ranges
+    (((2, 3), (1, 2), (3, 4)), ((0, 1),))
+    """
+    ranges: list[tuple[Range, ...]] = [((slot, slot + 1),) for slot in slots]
+    ranges[0] += tuple((slot, slot + 1) for slot in range(leaves) if slot not in slots)
+    return Plan(leaves, tuple(ranges))
 
 
 def cut_in_order(sizes: Sequence[int], parts: int) -> list[list[int]]:
