@@ -13,6 +13,7 @@ from paceline.attendance import Attendance
 from paceline.data.order import mix
 from paceline.data.receipts import SAMPLES, STEP, Receipt, Tally, settled, table
 from paceline.state.snapshot import Snapshot
+from paceline.strategies.averaging import Circle
 from paceline.tensors.peers import TermEnded
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Word(msgspec.Struct, array_like=True):
     stop: int
     term: int
     drift: float
+    everything: bool
+    """Whether behind this one all weights are the same everywhere."""
     present: list[int]
     """The slots of who is in the round."""
     receipts: list[list[int]]
@@ -78,7 +81,7 @@ class Exchanges:
                     terms.come_in()
                 if not self.attendance.assemble(self.slot, strategy.rounds, least):
                     return False
-                words = self._said(receipts)
+                words = self._said(gift, receipts)
                 newest = max(word.rounds for word in words)
                 if any(word.rounds < newest for word in words):
                     missed = strategy.rounds < newest
@@ -86,7 +89,7 @@ class Exchanges:
                     if missed:
                         return True
                     continue  # it trains until it is here again
-                strategy.exchange(gift, self.slot, [word.slot for word in words], self._slots)
+                strategy.exchange(gift, self.slot, self._circle(words))
                 break
             except TermEnded:
                 terms.next()
@@ -95,7 +98,11 @@ class Exchanges:
         self._settle(words)
         return True
 
-    def _said(self, receipts: Sequence[Receipt]) -> list[Word]:
+    def _circle(self, words: Sequence[Word], met: Sequence[int] = ()) -> Circle:
+        slots = [word.slot for word in words]
+        return Circle(slots, sorted(met or slots), self._slots, self._run.settings.seed)
+
+    def _said(self, gift: Gift, receipts: Sequence[Receipt]) -> list[Word]:
         run, strategy = self._run, self._strategy
         stop, term = run._stopping.code(self._stepper.step, run.metrics), self._session.next_term
         mine = Word(
@@ -104,6 +111,7 @@ class Exchanges:
             stop,
             term,
             strategy.drift,
+            gift.everything,
             self.attendance.deal[-1],
             [] if self.sits_out else settled(receipts).tolist(),
         )
@@ -133,18 +141,23 @@ class Exchanges:
 
     def _help(self, gift: Gift, words: Sequence[Word], newest: int) -> None:
         """Some have missed what the others have had: they get what came of it, and these wait in the next one."""
-        mine = self.slot
+        strategy, first = self._strategy, next(word for word in words if word.rounds == newest)
         ahead = [word.slot for word in words if word.rounds == newest]
-        first = next(word for word in words if word.rounds == newest)
         behind = [word for word in words if word.rounds < newest and word.slot in first.present]
-        shipped = self._shipped({first.slot}, words)
-        if mine in [word.slot for word in behind]:
-            self._catch_up(gift, shipped[first.slot])
-        elif mine not in ahead:
+        circle = self._circle(words, first.present)
+        sources = {word.slot: strategy.source(word.slot, ahead, circle, newest - 1, word.everything) for word in behind}
+        shipped = self._shipped([first.slot, *sources.values()], words)
+        lost = self.slot in sources and sources[self.slot] is None
+        if None in sources.values():
+            strategy.exchange_again(gift if lost else None, self.slot, circle, newest - 1)
+        if self.slot in sources:
+            source = sources[self.slot]
+            self._catch_up(gift, shipped[first.slot], None if source is None else shipped[source])
+        elif self.slot not in ahead:
             self._behind, self.attendance.deal = shipped[first.slot], [first.present]
             self._miss(gift)
 
-    def _shipped(self, givers: set[int], words: Sequence[Word]) -> dict[int, Snapshot]:
+    def _shipped(self, givers: Sequence[int | None], words: Sequence[Word]) -> dict[int, Snapshot]:
         """What these have had behind the last exchange; and all of their replicas, if one who was dropped has to go on from
         there."""
         first = next(word for word in words if word.slot in givers)
@@ -154,9 +167,13 @@ class Exchanges:
         slots = [word.slot for word in words]
         return {slot: Snapshot.read(memoryview(raw)) for slot, raw in zip(slots, said, strict=True) if raw}
 
-    def _catch_up(self, gift: Gift, common: Snapshot) -> None:
-        """The others have had this exchange, and wait in the next one."""
-        self._strategy.catch_up(gift, self.slot, self._slots, common.tree["strategy"])
+    def _catch_up(self, gift: Gift, common: Snapshot, source: Snapshot | None) -> None:
+        """The others have had this exchange, and wait in the next one. Without a source it has just been had again."""
+        if source is None:
+            self._strategy.take(gift)
+            self._strategy.present = list(common.tree["strategy"]["present"])
+        else:
+            self._strategy.catch_up(gift, self.slot, self._slots, source.tree["strategy"])
         self._run._keeping.catch_up(common)
         self.samples = self._stepper.samples
         self.attendance.go_on()

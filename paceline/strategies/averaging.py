@@ -56,8 +56,25 @@ class Gift:
     steps: list[int]
     weights: list[float]
     """For each fragment: steps since its last exchange, and samples."""
+    everything: bool
+    """Whether behind it all weights are the same everywhere."""
     means: list[Outcome] = field(default_factory=list)
     """Of each fragment, once all have met for it."""
+    theirs: list[Any] = field(default_factory=list)
+    """Or what a partner has given, if there was one."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Who meets for an exchange."""
+
+    slots: Sequence[int]
+    """Theirs, in the order of ranks."""
+    met: Sequence[int]
+    """Of all who had a part in it, in order; some of them may be further now."""
+    leaves: int
+    """How many slots there are."""
+    seed: int
 
 
 class Averaging:
@@ -129,11 +146,7 @@ class Averaging:
 
     def give(self, number: int | None) -> Gift:
         """A fragment as it is now, or all of them."""
-        if self._replica.thawed:
-            raise UsageError(
-                f"a frozen parameter has become trainable, and the others do not know: with --strategy {self._text} all that "
-                "will ever be trained must be so when the loop begins"
-            )
+        self._refuse_thawed()
         numbers = list(range(len(self._fragments))) if number is None else [number]
         differences: list[list[torch.Tensor | None]] = []
         weights = [float(self._fragments[k].samples) for k in numbers]
@@ -145,12 +158,18 @@ class Averaging:
                 ]
                 mine += moves if k == 0 else []
                 differences.append(mine if weight else [None] * len(mine))
-        return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights)
+        return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights, number is None)
+
+    def _refuse_thawed(self) -> None:
+        if self._replica.thawed:
+            raise UsageError(
+                f"a frozen parameter has become trainable, and the others do not know: with --strategy {self._text} all that "
+                "will ever be trained must be so when the loop begins"
+            )
 
     def give_again(self, gift: Gift) -> Gift:
         """The same, after more has been trained."""
-        number = None if len(gift.fragments) == len(self._fragments) else gift.fragments[0]
-        return self.give(number)
+        return self.give(None if gift.everything else gift.fragments[0])
 
     def withdraw(self, gift: Gift) -> None:
         """There is more to be trained before it counts: buffers go on from where they were."""
@@ -158,10 +177,9 @@ class Averaging:
             if number == 0:
                 self._buffers.go_on(mine[len(self._fragments[0].params) :])
 
-    def exchange(self, gift: Gift, slot: int, slots: Sequence[int], leaves: int) -> None:
-        """Meet the others for it; again from its beginning, if a peer was lost in the middle. `slots`: theirs, in the order
-        of ranks, of so many `leaves`."""
-        plan = plan_of(slots, leaves)
+    def exchange(self, gift: Gift, slot: int, circle: Circle) -> None:
+        """Meet the others for it; again from its beginning, if a peer was lost in the middle."""
+        plan = plan_of(circle.slots, circle.leaves)
         gift.means = []
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
@@ -170,8 +188,8 @@ class Averaging:
                     reducer.begin(self.rounds, 0)
                 reducer.open(plan, 1)
                 for leaf in plan.leaves_of(self._peers.rank):
-                    own = leaf == slot
-                    reducer.fold(leaf, mine if own else [None] * len(mine), weight if own else 0.0)
+                    counts = leaf == slot and weight > 0
+                    reducer.fold(leaf, mine if counts else [None] * len(mine), weight if counts else 0.0)
                 lanes = [self._sent_before + self._peers.sent_bytes]
                 mean = reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, lanes, True, 1.0)
                 self._wire_bytes = int(mean.rows.sum())
@@ -199,7 +217,7 @@ class Averaging:
 
     def _go_on(self, gift: Gift) -> None:
         """This replica's weights count for something beside what all have come to, unless everything is exchanged."""
-        own = self.rhythm.mix if len(gift.fragments) < self.rhythm.fragments else 0.0
+        own = 0.0 if gift.everything else self.rhythm.mix
         with torch.no_grad():
             for number, steps, weight in zip(gift.fragments, gift.steps, gift.weights, strict=True):
                 self._fragments[number].samples -= int(weight)
@@ -207,6 +225,14 @@ class Averaging:
                 for index in self._fragments[number].params:
                     theta, param = self._theta[index], self._replica.params[index]
                     param.copy_(param * own + theta * (1 - own) if own else theta)
+
+    def source(self, slot: int, ahead: Sequence[int], circle: Circle, rounds: int, everything: bool) -> int | None:
+        """From whom a replica that comes too late for that exchange takes what came of it: all have the same behind it."""
+        return ahead[0]
+
+    def exchange_again(self, gift: Gift | None, slot: int, circle: Circle, rounds: int) -> None:
+        """For those who have no source; who needs nothing has no gift."""
+        raise AssertionError("behind an exchange all have the same")
 
     def catch_up(self, gift: Gift, slot: int, slots: int, state: dict[str, Any]) -> None:
         """The same for one who comes too late for that: this is what another one has had behind it."""

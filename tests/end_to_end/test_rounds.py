@@ -54,11 +54,13 @@ run.save(model.state_dict(), "weights.pt")
 MOMENTS = ("_said", "exchange", "take", "_keep", "delivered")
 
 
-def trained(folder: Path, strategy: str, *flags: str, orders: tuple[str, ...] = (), script: str = SCRIPT) -> Result:
+def trained(
+    folder: Path, strategy: str, *flags: str, orders: tuple[str, ...] = (), script: str = SCRIPT, workers: int = 3
+) -> Result:
     folder.mkdir()
-    done = launch(folder, script, "-n", "3", "--strategy", strategy, *flags, args=orders)
+    done = launch(folder, script, "-n", str(workers), "--strategy", strategy, *flags, args=orders)
     assert done.code == 0, f"{done.out}\n{done.err}"
-    assert done.summary["samples"] == 3 * (290 if "290" in script else 294)
+    assert done.summary["samples"] == 3 * next(count for count in (288, 290, 294) if str(count) in script)
     proven = paceline("verify", "it", cwd=folder)
     assert proven.returncode == 0, proven.stdout
     return done
@@ -67,7 +69,9 @@ def trained(folder: Path, strategy: str, *flags: str, orders: tuple[str, ...] = 
 BACK_IN_TIME = ("--on-death", "drop", "--drop-after", "60")
 
 
-@pytest.mark.parametrize(("strategy", "flags"), [("diloco:4+int8", ()), ("streaming:8,2,overlap=2", BACK_IN_TIME)])
+@pytest.mark.parametrize(
+    ("strategy", "flags"), [("diloco:4+int8", ()), ("streaming:8,2,overlap=2", BACK_IN_TIME), ("gossip:4", ())]
+)
 def test_replicas_are_killed_in_every_phase_of_a_round_and_the_weights_are_the_same(
     tmp_path: Path, strategy: str, flags: tuple[str, ...]
 ) -> None:
@@ -130,6 +134,11 @@ def test_an_average_after_each_step_is_all_reduce_for_sgd_and_diloco_with_plain_
     reduced = weights(trained(tmp_path / "allreduce", "allreduce", "--slots", "3", script=script))
     averaged = trained(tmp_path / "local", "local:1", script=script)
     assert float((weights(averaged) - reduced).norm() / reduced.norm()) <= 1e-6
+    pairs = [
+        weights(trained(tmp_path / name[:5], name, script=script.replace("290", "288"), workers=2))
+        for name in ("local:3", "gossip:3")
+    ]
+    assert float((pairs[0] - pairs[1]).norm() / pairs[0].norm()) <= 1e-6, "two that gossip are all who are there"
     plain = trained(tmp_path / "diloco", "diloco:1,lr=1,momentum=0", script=script)
     assert float((weights(averaged) - weights(plain)).norm() / reduced.norm()) <= 1e-6
 
