@@ -16,13 +16,15 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
     >>> print(words("shm", Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
     the run ends if a worker or a machine dies: on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 keeps nothing); then `paceline resume` goes on from a checkpoint
+    >>> print(words("shm", Settings(listen="10.0.0.1", strategy="local:20", on_death="drop"), "node-1"))
+    any process of this run may die, and any machine but node-1; the run ends if node-1 dies (give --store etcd://…); then it is lost: give --checkpoint-every N
     >>> print(words("shm", Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
     back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
     more = more_copies(settings)
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
-    if settings.listen and find(settings.strategy).apart:
+    if settings.listen and find(settings.strategy).apart and settings.on_death == "replay":
         first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
     elif settings.listen and keeps(settings):
         first = (

@@ -124,6 +124,8 @@ def trainer(step: int, slot: int, deal: Deal) -> int:
 
 def taken_over(step: int, replica: int, slots: int, deal: Deal) -> list[int]:
     """The slots whose shares of a step this replica trains beside its own."""
+    if len(deal[-1]) == slots:
+        return []
     return [slot for slot in range(slots) if slot != replica and trainer(step, slot, deal) == replica]
 
 
