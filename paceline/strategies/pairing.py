@@ -18,7 +18,7 @@ def pairs(slots: Sequence[int], seed: int, rounds: int) -> list[tuple[int, int]]
     """Of an odd number one is left out.
 
     >>> pairs([0, 1, 2, 3], 0, 0), pairs([0, 1, 2, 3], 0, 1), pairs([0, 2, 3], 0, 1)
-    ([(0, 1), (2, 3)], [(1, 3), (0, 2)], [(2, 3)])
+    ([(1, 2), (0, 3)], [(0, 1), (2, 3)], [(0, 3)])
     """
     order = sorted(slots, key=lambda slot: (mix(seed, _PAIRS, rounds, slot), slot))
     return [(min(pair), max(pair)) for pair in zip(order[::2], order[1::2], strict=False)]
