@@ -139,7 +139,9 @@ def test_an_average_after_each_step_is_all_reduce_for_sgd_and_diloco_with_plain_
 
 
 def test_two_that_gossip_take_the_mean_of_all_who_are_there(tmp_path: Path) -> None:
-    script = SCRIPT.replace("294", "288")  # shares of the same size: local counts by samples
+    # Not with Adam, which makes a step of a bias before BatchNorm out of its gradient's rounding.
+    script = SCRIPT.replace("AdamW(model.parameters(), lr=0.01)", "SGD(model.parameters(), lr=0.05, momentum=0.9)")
+    script = script.replace("294", "288")  # shares of the same size: local counts by samples
     averaged = weights(trained(tmp_path / "local", "local:3", script=script, workers=2))
     gossiped = weights(trained(tmp_path / "gossip", "gossip:3", script=script, workers=2))
     assert float((averaged - gossiped).norm() / averaged.norm()) <= 1e-6
