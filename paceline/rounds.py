@@ -269,6 +269,7 @@ class Rounds:
     def _settle(self, words: list[Word]) -> None:
         """All have met: each step that they have trained since is whole now."""
         run, stepper = self._run, self._stepper
+        self._strategy.met.add(len(words), [word.drift for word in words if word.rounds])
         columns = table([receipt for word in words for receipt in word.receipts]).reshape(
             len(words), -1, len(Receipt._fields)
         )

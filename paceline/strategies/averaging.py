@@ -21,6 +21,7 @@ from paceline.replica import Replica
 from paceline.servers.register import Register
 from paceline.strategies.base import Scaled
 from paceline.strategies.buffers import Buffers
+from paceline.strategies.met import Met
 from paceline.strategies.outer import State
 from paceline.strategies.rhythm import parse
 from paceline.tensors import codecs
@@ -69,9 +70,10 @@ class Averaging:
         plain, _, codec = text.partition("+")
         self.rhythm = parse(plain)
         self._codec = codecs.parse(codec) if codec else None
-        self._sent_before, self._wire_bytes = 0, 0
-        self.rounds, self.drift = 0, 0.0
-        """How often they have met, and how far this one had come from the mean when they last did, by θ's norm."""
+        self._sent_before, self.rounds = 0, 0
+        self.drift = 0.0
+        """How far this one had come from the mean when they met last, by θ's norm."""
+        self.met = Met()
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:
@@ -146,12 +148,9 @@ class Averaging:
             with torch.no_grad():
                 if isinstance(reducer, CodedReducer):
                     reducer.begin(self.rounds, 0)
-                reducer.open(plan, 1)
+                reducer.open(plan, 0)
                 reducer.fold(slot, mine, weight)
-                lanes = [self._sent_before + self._peers.sent_bytes]
-                mean = reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, lanes, True, 1.0)
-                self._wire_bytes = int(mean.rows.sum())
-                gift.means.append(mean)
+                gift.means.append(reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, (), True, 1.0))
 
     def take(self, gift: Gift, own: float) -> None:
         """What became of it comes in; the own weights count for `own` there."""
@@ -205,6 +204,8 @@ class Averaging:
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
             "trained": [[fragment.steps, fragment.samples] for fragment in self._fragments],
+            "met": self.met.capture(),
+            "drift": self.drift,
             "kept": [r.kept.own() if isinstance(r, CodedReducer) else [] for r in self._reducers],
         }
 
@@ -221,7 +222,7 @@ class Averaging:
                 reducer.kept.take_back(kept)
 
     def _take_common(self, state: dict[str, Any]) -> None:
-        self.rounds = state["rounds"]
+        self.rounds, self.drift, self.met = state["rounds"], state["drift"], Met.restored(state["met"])
         with torch.no_grad():
             torch._foreach_copy_([*self._theta, *self._buffers.start], [*state["theta"], *state["buffers"]])
             for fragment, (count, states) in zip(self._fragments, state["outer"], strict=True):
@@ -233,12 +234,15 @@ class Averaging:
     def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
+    @property
+    def wire_bytes(self) -> int:
+        return self._sent_before + self._peers.sent_bytes
+
     def report(self) -> dict[str, Any]:
-        """Bytes: what all had sent when they came to the last exchange."""
         sent = sum(r.sent_bytes for r in self._reducers if isinstance(r, CodedReducer))
         plain = sum(r.plain_bytes for r in self._reducers if isinstance(r, CodedReducer))
         compression = {"compression": round(sent / plain, 5)} if plain else {}
-        return {"rounds": self.rounds, "wire_bytes": self._wire_bytes, **compression}
+        return {**self.met.report(self.drift), **compression}
 
     def close(self) -> None:
         return
