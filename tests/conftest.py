@@ -6,6 +6,7 @@ import atexit
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ _SEED = pytest.StashKey[int]()
 _BARRED = pytest.StashKey[int]()
 # A run is four processes, and each would compile Paceline anew: a tenth of a launch (measured).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and hand down
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
