@@ -3,6 +3,7 @@
     python -m benchmarks.thin_link steps --rate 100mbit       seconds of DDP's steps on the link
     python -m benchmarks.thin_link ddp                        DDP off the link: the accuracy after each epoch
     python -m benchmarks.thin_link run --rate 100mbit         the run on the link, from its first step to its last
+    python -m benchmarks.thin_link bytes --strategy allreduce+int8     a few steps: what went over the link, by three counts
     python -m benchmarks.thin_link report                     what they come to
 
 Needs root: the machines are network namespaces, and the link between them a token bucket (`tc tbf`), each way. One worker a
@@ -22,9 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import mlp
+from paceline.tensors.codecs import parse
 from tests.network import Machine, Network
 
 ROOT = Path(__file__).parents[1]
@@ -57,11 +62,12 @@ def ddp(machines: tuple[Machine, Machine], *words: str) -> list[Any]:
     return [json.loads(line) for line in said[0].splitlines()]
 
 
-def run(machines: tuple[Machine, Machine], strategy: str, *words: str) -> dict[str, Any]:
+def run(machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], *more: str) -> dict[str, Any]:
     """A run between them: its curve of (steps, seconds, accuracy), and what its summary says."""
     one, two = machines
     with tempfile.TemporaryDirectory() as runs:
         flags = ["--runs", runs, "--name", "it", "-n", "2", "--slots", "2", "--strategy", strategy, "--show", "none"]
+        flags += more
         several = ["--machines", "2", "--listen", one.address]
         options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "stdout": subprocess.DEVNULL}
         going = one.popen([*PACELINE, "run", *flags, *several, SCRIPT, *words], **options)
@@ -72,8 +78,24 @@ def run(machines: tuple[Machine, Machine], strategy: str, *words: str) -> dict[s
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((folder / "summary.json").read_text())
     curve = [[line["step"], round(line["time"] - lines[0]["time"], 2), line["accuracy"]] for line in lines]
-    told = ("exit", "recoveries", "rounds", "wire_bytes", "compression", "median_step_s", "time_split")
-    return {"curve": curve, **{name: summary[name] for name in told}}
+    told = ("exit", "recoveries", "rounds", "participants", "drift", "wire_bytes", "compression", "median_step_s", "time_split")
+    return {"curve": curve, **{name: summary[name] for name in told if name in summary}}
+
+
+def sent(machines: tuple[Machine, Machine], strategy: str, steps: int) -> dict[str, Any]:
+    """Bytes a step, of both workers together: as the documents say, as the run counts, and as the link's ends do, with the
+    headers of all packets and the run's whole start."""
+    codec, shapes = parse(strategy.partition("+")[2]), [param.shape for param in mlp().parameters()]
+    found = run(machines, strategy, ("64", "1", "0.05"), "--steps", str(steps))
+    link = sum(machine.sent_bytes for machine in machines)
+    return {
+        "strategy": strategy,
+        "steps": steps,
+        "stated": 2 * codec.nbytes(shapes),
+        "counted": round(found["wire_bytes"] / steps),
+        "on_link": round(link / steps),
+        "fp32": 2 * 4 * sum(map(prod, shapes)),
+    }
 
 
 def _address(folder: Path, going: subprocess.Popen[Any]) -> str:
@@ -99,13 +121,15 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             return {**record, "step_s": ddp(machines, *words, str(args.steps + 1))[-1]}
         if args.part == "ddp":
             return {**record, **recipe, "curve": ddp(machines, *words)}
-        return {**record, **recipe, "strategy": args.strategy, **run(machines, args.strategy, *words)}
+        if args.part == "bytes":
+            return {**record, **sent(machines, args.strategy, args.steps)}
+        return {**record, **recipe, "strategy": args.strategy, **run(machines, args.strategy, words)}
 
 
 def report(records: list[dict[str, Any]], target: float) -> list[str]:
     """A line for each run's newest record, beside DDP's newest on the same link."""
     newest = {(each["part"], each["rate"], each.get("strategy")): each for each in records}
-    lines = []
+    lines = [bytes_words(each) for each in newest.values() if each["part"] == "bytes"]
     for mine in (each for each in newest.values() if each["part"] == "run"):
         steps, other = newest.get(("steps", mine["rate"], None)), newest.get(("ddp", OFF, None))
         reached = next(([n, s] for n, s, accuracy in mine["curve"] if accuracy >= target), None)
@@ -122,16 +146,24 @@ def report(records: list[dict[str, Any]], target: float) -> list[str]:
     return lines
 
 
+def bytes_words(record: dict[str, Any]) -> str:
+    stated, counted, link, fp32 = (record[name] for name in ("stated", "counted", "on_link", "fp32"))
+    return (
+        f"{record['strategy']}: {counted} bytes a step of {record['steps']}, {counted / stated - 1:+.2%} of the {stated} stated, "
+        f"{counted / fp32:.4f} of fp32; {link} on the link with all headers, {link / stated - 1:+.2%}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["steps", "ddp", "run", "report"])
+    parser.add_argument("part", choices=["steps", "ddp", "run", "bytes", "report"])
     parser.add_argument("--rate", default=OFF, help="of the link, as tc writes it")
     parser.add_argument("--strategy", default="diloco:50+int8")
     parser.add_argument("--target", type=float, default=0.88)
     parser.add_argument("--batch", type=int, default=64, help="of each worker")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--steps", type=int, default=5, help="of DDP on the link")
+    parser.add_argument("--steps", type=int, default=5, help="of DDP on the link, or of `bytes`")
     parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args()
     if args.part == "report":

@@ -1,6 +1,6 @@
 """The MLP 784-2048-2048-10 on Fashion-MNIST, evaluated before training and after each epoch: what `benchmarks.thin_link` launches.
 
-    thin_link_script.py BATCH EPOCHS RATE, where BATCH is a worker's, and RATE the learning rate that falls to 0.
+thin_link_script.py BATCH EPOCHS RATE, where BATCH is a worker's, and RATE the learning rate that falls to 0.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_the_far_machines_replica_is_killed_and_the_weights_are_those_of_one_mac
     homes = {event["worker"]: event["machine"] for event in killed.events() if event["event"] == "worker started"}
     assert homes == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1}
     assert killed.summary["participants"] == clean.summary["participants"] == {"2": clean.summary["rounds"]}
-    assert killed.summary["drift"]["most"] == pytest.approx(clean.summary["drift"]["most"], rel=0.1) > 0
+    assert killed.summary["drift"]["most"] == pytest.approx(clean.summary["drift"]["most"], rel=0.1)
     message = codecs.parse("int8").nbytes([(16, 13), (16,), (4, 16), (4,)])
     assert killed.summary["wire_bytes"] > 2 * killed.summary["rounds"] * message
     proven = paceline("verify", "it", cwd=folder)
