@@ -121,6 +121,8 @@ class Exchanges:
     def _settle(self, words: list[Word]) -> None:
         """All have met: each step that they have trained since is whole now."""
         run, stepper = self._run, self._stepper
+        there = sum(word.slot in word.present for word in words)
+        self._strategy.met.add(there, [word.drift for word in words if word.rounds])
         rows = table([receipt for word in words for receipt in word.receipts])
         for number in np.unique(rows[:, STEP]):
             shares = rows[rows[:, STEP] == number]
@@ -171,7 +173,7 @@ class Exchanges:
         """The others have had this exchange, and wait in the next one. Without a source it has just been had again."""
         if source is None:
             self._strategy.take(gift)
-            self._strategy.present = list(common.tree["strategy"]["present"])
+            self._strategy.take_history(common.tree["strategy"])
         else:
             self._strategy.catch_up(gift, self.slot, self._slots, source.tree["strategy"])
         self._run._keeping.catch_up(common)

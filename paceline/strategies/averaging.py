@@ -21,6 +21,7 @@ from paceline.replica import Replica
 from paceline.servers.register import Register
 from paceline.strategies.base import Scaled
 from paceline.strategies.buffers import Buffers
+from paceline.strategies.met import Met
 from paceline.strategies.outer import State
 from paceline.strategies.rhythm import parse
 from paceline.tensors import codecs
@@ -86,9 +87,10 @@ class Averaging:
         plain, _, codec = text.partition("+")
         self.rhythm = parse(plain)
         self._codec = codecs.parse(codec) if codec else None
-        self._sent_before, self._wire_bytes = 0, 0
-        self.rounds, self.drift = 0, 0.0
-        """How often they have met, and how far this one had come from the mean when they last did, by θ's norm."""
+        self._sent_before, self.rounds = 0, 0
+        self.drift = 0.0
+        """How far this one had come from the mean when they met last, by θ's norm."""
+        self.met = Met()
         self.present: list[int] = []
         """The slots of those who met last; none: they have not met yet, and are all there."""
         self.dropped: list[list[int]] = []
@@ -186,14 +188,11 @@ class Averaging:
             with torch.no_grad():
                 if isinstance(reducer, CodedReducer):
                     reducer.begin(self.rounds, 0)
-                reducer.open(plan, 1)
+                reducer.open(plan, 0)
                 for leaf in plan.leaves_of(self._peers.rank):
                     counts = leaf == slot and weight > 0
                     reducer.fold(leaf, mine if counts else [None] * len(mine), weight if counts else 0.0)
-                lanes = [self._sent_before + self._peers.sent_bytes]
-                mean = reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, lanes, True, 1.0)
-                self._wire_bytes = int(mean.rows.sum())
-                gift.means.append(mean)
+                gift.means.append(reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, (), True, 1.0))
 
     def take(self, gift: Gift) -> None:
         """What became of it comes in."""
@@ -265,6 +264,8 @@ class Averaging:
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
             "trained": [[fragment.steps, fragment.samples] for fragment in self._fragments],
+            "met": self.met.capture(),
+            "drift": self.drift,
             "kept": [r.kept.own() if isinstance(r, CodedReducer) else [] for r in self._reducers],
         }
 
@@ -287,10 +288,15 @@ class Averaging:
             if isinstance(reducer, CodedReducer):
                 reducer.kept.forget()
 
+    def take_history(self, state: dict[str, Any]) -> None:
+        """What all know of the rounds so far."""
+        self.met = Met.restored(state["met"])
+        self.present, self.dropped = list(state["present"]), [list(each) for each in state["dropped"]]
+
     def take_common(self, state: dict[str, Any]) -> None:
         """What all have had behind the last exchange."""
-        self.rounds = state["rounds"]
-        self.present, self.dropped = list(state["present"]), [list(each) for each in state["dropped"]]
+        self.rounds, self.drift = state["rounds"], state["drift"]
+        self.take_history(state)
         with torch.no_grad():
             torch._foreach_copy_([*self._theta, *self._buffers.start], [*state["theta"], *state["buffers"]])
             for fragment, (count, states) in zip(self._fragments, state["outer"], strict=True):
@@ -302,14 +308,16 @@ class Averaging:
     def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
+    @property
+    def wire_bytes(self) -> int:
+        return self._sent_before + self._peers.sent_bytes
+
     def report(self) -> dict[str, Any]:
-        """Bytes: what all had sent when they came to the last exchange."""
         sent = sum(r.sent_bytes for r in self._reducers if isinstance(r, CodedReducer))
         plain = sum(r.plain_bytes for r in self._reducers if isinstance(r, CodedReducer))
         compression = {"compression": round(sent / plain, 5)} if plain else {}
         dropped = [{"replica": slot, "step": step} for slot, step in self.dropped]
-        lost = {"dropped": dropped} if dropped else {}
-        return {"rounds": self.rounds, "wire_bytes": self._wire_bytes, **compression, **lost}
+        return {**self.met.report(self.drift), **compression, **({"dropped": dropped} if dropped else {})}
 
     def close(self) -> None:
         return

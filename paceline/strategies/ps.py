@@ -42,7 +42,6 @@ from paceline.tensors.tree import Plan
 class ParameterServers(AllReduce):
     mode = "ps"
     """As the servers are told it."""
-    _meets_workers = False
 
     def __init__(self, text: str = "ps") -> None:
         super().__init__(text)
@@ -130,6 +129,10 @@ class ParameterServers(AllReduce):
     def whole(self) -> Iterator[None]:
         with self._at_servers.optimizers_filled(), self._rows.whole():
             yield
+
+    @property
+    def wire_bytes(self) -> int:
+        return super().wire_bytes + self._holders.moved
 
     def report(self) -> dict[str, Any]:
         return self._rows.facts()

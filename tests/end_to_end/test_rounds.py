@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.tensors import codecs
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import Result, launch, paceline, write_script
+from tests.end_to_end.launching import Result, ended, launch, paceline, write_script
+from tests.end_to_end.machines import spread
 
 SCRIPT = """
 import os, sys
@@ -120,6 +122,26 @@ def test_a_run_that_would_be_left_alone_waits_and_says_for_whom(tmp_path: Path) 
     assert "dropped" not in done.summary and done.summary["samples"] == 3 * 294
     waiting = [event["why"] for event in done.events() if event["event"] == "waiting"]
     assert waiting == ["replica 1 lost: the run goes on with 2 replicas at least, and waits for another worker"]
+
+
+def test_the_far_machines_replica_is_killed_and_the_weights_are_those_of_one_machine(tmp_path: Path) -> None:
+    clean = trained(tmp_path / "clean", "diloco:4+int8", "-n", "2")
+    folder = tmp_path / "spread"
+    folder.mkdir()
+    orders = ("1:2:exchange", "2:3:_keep", "3:5:delivered")
+    script = SCRIPT.replace("sys.argv[1:]", repr(orders))
+    with spread(folder, script, 2, "-n", "2", "--strategy", "diloco:4+int8") as run:
+        killed = ended(run)
+        assert run.agents[0].wait(20) == 0
+    assert killed.weights == clean.weights
+    homes = {event["worker"]: event["machine"] for event in killed.events() if event["event"] == "worker started"}
+    assert homes == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1}
+    assert killed.summary["participants"] == clean.summary["participants"] == {"2": clean.summary["rounds"]}
+    assert killed.summary["drift"]["most"] == pytest.approx(clean.summary["drift"]["most"], rel=0.1)
+    message = codecs.parse("int8").nbytes([(16, 13), (16,), (4, 16), (4,)])
+    assert killed.summary["wire_bytes"] > 2 * killed.summary["rounds"] * message
+    proven = paceline("verify", "it", cwd=folder)
+    assert proven.returncode == 0, proven.stdout
 
 
 def weights(done: Result) -> torch.Tensor:
