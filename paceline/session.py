@@ -269,10 +269,30 @@ class Session:
                     f"a flat loop with {needed} slots, and only {self.board.reach} workers will be there. Add the inner loop "
                     "`for x, y in run.slots():` around forward and backward: then any number of workers will do"
                 )
-            if self.board.unled_s > self.settings.grace:
-                raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
+            self._give_up_unled()
             time.sleep(_POLL_S)
         return term
+
+    def await_change(self, until: float | None, least: int) -> None:
+        """Until a change of the view is announced, a member is gone, or it is so late on the monotonic clock. None: however
+        late, because the run does not go on with fewer than `least`."""
+        members = self.view.members
+        while self.board.next_term <= self.view.term and not (self.overtaken or any(map(self.board.gone, members))):
+            if until is not None and time.monotonic() >= until:
+                return
+            self.row.enter(Phase.REFILL)
+            self.check_run()
+            if until is None and self.board.reach < least:
+                raise PeerLostError(
+                    f"{len(members)} replicas are left, and the run goes on with {least} or more: only {self.board.reach} workers will "
+                    "be there. Pass a smaller --min-workers, or go on from a checkpoint, if there is one (`paceline resume`)"
+                )
+            self._give_up_unled()
+            time.sleep(_POLL_S)
+
+    def _give_up_unled(self) -> None:
+        if self.board.unled_s > self.settings.grace:
+            raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
 
     def await_guests(self, trainers: list[int]) -> bool:
         """Whether some who have trained here are not in the view; until a change of it is announced, or a member is gone."""

@@ -18,6 +18,8 @@ def words(settings: Settings, machine: str) -> str:
     the run ends if a worker or a machine dies: on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 keeps nothing); then `paceline resume` goes on from a checkpoint
     >>> print(words(Settings(listen="10.0.0.1", servers=2, strategy="ssp:3+int8", store="etcd://e"), "node-1"))
     any process and any machine of this run may die; what ssp:3+int8 has kept for a worker is lost with it; if all do, it is lost: give --checkpoint-every N
+    >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", on_death="drop"), "node-1"))
+    any process of this run may die, and any machine but node-1; the run ends if node-1 dies (give --store etcd://…); then it is lost: give --checkpoint-every N
     >>> print(words(Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
@@ -26,7 +28,7 @@ def words(settings: Settings, machine: str) -> str:
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
     if settings.listen and keeps(settings):
         cost += f"; what {settings.strategy} has kept for a worker is lost with it"
-    if settings.listen and find(settings.strategy).apart:
+    if settings.listen and find(settings.strategy).apart and settings.on_death == "replay":
         first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
     elif settings.listen and keeps(settings) and not find(settings.strategy).free:
         first = (

@@ -235,7 +235,7 @@ class Terms:
         """Wait until there are `size` workers. Whoever comes gets the state of right now, if it needs one: all are at this
         place. Without one they begin here anew, and no point that some have opened is carried on."""
         if state is None:
-            self._past.opened = 0
+            self.begin_anew()
         while self.peers.size < size:
             if self._session.ends_apart and state is not None:
                 raise UsageError(
@@ -247,6 +247,14 @@ class Terms:
                 self._change(self._session.announced(size), state)
             except TermEnded:
                 self.next()
+
+    def begin_anew(self) -> None:
+        """No point that some have opened is carried on."""
+        self._past.opened = 0
+
+    def enter(self, term: int) -> None:
+        """All have agreed, at the place where they are, to enter this term; whoever comes has its state already."""
+        self._change(term, None)
 
     def _change(self, term: int, state: Stateful | None) -> None:
         """Enter an announced view, as all others do here."""

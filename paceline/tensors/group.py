@@ -193,6 +193,17 @@ class GroupPeers:
         self.sent_bytes += mine.nbytes * (self.size - 1)
         return [everyone[k, :size].numpy().tobytes() for k, size in enumerate(sizes)]
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        # Not by send and recv: whether these are done cannot be asked, and a wait for them hears of no death.
+        sizes = self.exchange(key, np.array([len(payload)], dtype=np.int64))[:, 0].tolist()
+        out = [len(payload) if worker == partner else 0 for worker in range(self.size)]
+        coming = [size if worker == partner else 0 for worker, size in enumerate(sizes)]
+        mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: sum(out)]
+        theirs = torch.empty(sum(coming), dtype=torch.uint8)
+        self._wait(self._control.alltoall_base(theirs, mine, coming, out, dist.AllToAllOptions()))
+        self.sent_bytes += mine.nbytes
+        return theirs.numpy().tobytes()
+
     @property
     def _next(self) -> int:
         """Whom to name while it is not known who is late."""
