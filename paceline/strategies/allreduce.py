@@ -29,8 +29,8 @@ LANES = 8
 
 class AllReduce:
     same_bits, may_lag = True, False
-    _meets_workers = True
-    """Whether its gradients go to other workers: then the bytes are counted."""
+    _tells_bytes = True
+    """Whether each worker tells at a point what it has sent."""
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
@@ -180,7 +180,7 @@ class AllReduce:
             self._overlap.close_point()
         with torch.no_grad():
             scale = self._scaled.scale if self._scaled else 1.0
-            own = [self._sent_before + self._peers.sent_bytes] if self._meets_workers else []
+            own = [self._sent_before + self._peers.sent_bytes] if self._tells_bytes else []
             outcome = self._reducer.commit(key, point.call, [*lanes, *own], self._mean, scale)
             self._wire_bytes = int(outcome.rows[:, len(lanes) :].sum())
             self._views[point.call] = outcome.views

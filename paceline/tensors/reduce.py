@@ -23,7 +23,7 @@ from paceline.tensors.peers import Parts, Peers
 from paceline.tensors.sparse import SparseLeaf, add_sparse, pack, unpack
 from paceline.tensors.tree import Plan, Range, fold_scalars, split
 
-_MASK_BITS = 62
+MASK_BITS = 62
 _WEIGHTS_AT = 2  # lanes: [left too early, sparse], then one weight a part, then presence, then the caller's
 
 
@@ -66,22 +66,24 @@ class Reducer:
     """Folds shares and meets the peers, over a fixed list of tensors.
 
     The first `count` tensors are parameters, the rest buffers, whose change is folded like a gradient.
-    Either may be absent from a share.
+    Either may be absent from a share. `layout`: where they lie, if that is not for this one to say.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], count: int, peers: Peers) -> None:
-        self.layout = Layout.of(tensors, count)
+    def __init__(self, tensors: Sequence[torch.Tensor], count: int, peers: Peers, layout: Layout | None = None) -> None:
+        self.layout = Layout.of(tensors, count) if layout is None else layout
         self.peers, self._count = peers, count
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._levels: Parts = []
         self._level_views: list[list[torch.Tensor]] = []
         self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._viewed = peers
+        """The group whose memory that is of."""
         self._own_parts: Parts = []
         self._totals: dict[int, list[torch.Tensor]] = {}
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
         for index, piece in enumerate(self.layout.pieces):
             self._in_bucket[piece.bucket].append(index)
-        self._mask_words = -(-len(tensors) // _MASK_BITS)
+        self._mask_words = -(-len(tensors) // MASK_BITS)
 
     @property
     def staged(self) -> bool:
@@ -147,9 +149,10 @@ class Reducer:
 
     def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(flat.data_ptr() for flat in flats)
+        if self._viewed is not self.peers or len(self._views_of) > 64:
+            self._views_of.clear()  # nothing may hold the memory of a group that is over
+            self._viewed = self.peers
         if key not in self._views_of:
-            if len(self._views_of) > 64:
-                self._views_of.clear()
             self._views_of[key] = self.layout.views(flats)
         return self._views_of[key]
 
@@ -318,8 +321,8 @@ class Reducer:
         early = sum(1 << min(bucket, 62) for bucket in {min(b, 62) for b in self._early})
         words = [early, len(self._sparse)]
         words += [struct.unpack("q", struct.pack("d", weight))[0] for weight in self._weights]
-        full = (1 << _MASK_BITS) - 1
-        words += [self._mask >> (_MASK_BITS * word) & full for word in range(self._mask_words)]
+        full = (1 << MASK_BITS) - 1
+        words += [self._mask >> (MASK_BITS * word) & full for word in range(self._mask_words)]
         return np.array([*words, *lanes], dtype=np.int64)
 
     def _total_weight(self, rows: NDArray[np.int64]) -> float:
@@ -344,7 +347,7 @@ class Reducer:
     ) -> Outcome:
         at = _WEIGHTS_AT + self._plan.most_parts
         words = np.bitwise_or.reduce(rows[:, at : at + self._mask_words], axis=0).tolist()
-        mask = sum(word << (_MASK_BITS * number) for number, word in enumerate(words))
+        mask = sum(word << (MASK_BITS * number) for number, word in enumerate(words))
         present = [bool(mask >> index & 1) for index in range(len(self.layout.pieces))]
         outcome = Outcome(views, weight, divisor, present, rows[:, at + self._mask_words :])
         if rows[:, 1].any():
