@@ -192,11 +192,12 @@ class Keeping:
         assert stepper is not None
         if not self._recorder.settle():
             self._owed = True
-        stops = bool(run.settings.checkpoint_every and run.stopped)
-        if self._due or stops or stepper.agreed_term > run._session.view.term:
+        every = run.settings.checkpoint_every
+        if (every and (self._due or run.stopped)) or stepper.agreed_term > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         run.terms.boundary(stepper.agreed_term, self)
-        self.checkpoint_if_due()
+        if every:
+            self.checkpoint_if_due()
 
     @property
     def _due(self) -> bool:

@@ -170,6 +170,8 @@ def _reach(job: Job, folder: RunFolder) -> Any:
 
 def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder, str]:
     """The run's folder, and the checkpoint to go on from, if there is one and it is asked for."""
+    from paceline.cluster.rendezvous import Rendezvous
+
     if resume is None:
         return RunFolder.create(runs, name), ""
     if name is None:
@@ -177,6 +179,7 @@ def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder
     known = RunFolder(runs / name)
     if not known.path.exists():
         return RunFolder.create(runs, name), ""
+    Rendezvous.refuse_if_alive(known)
     return known, checkpoint_of(known) if listed(known.checkpoints) else ""
 
 
@@ -259,5 +262,3 @@ def _check_spares(job: Job) -> None:
         raise UsageError(
             "--spares with one worker: if it dies, nobody has the run's state to give to a spare; pass -n 2"
         )
-    if job.spares and not job.survives_deaths:
-        raise UsageError("--spares: groups of torch (Gloo, NCCL) do not survive a death; pass --transport shm")

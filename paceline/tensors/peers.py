@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.errors import TermEnded as TermEnded
 from paceline.tensors.layout import Layout
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Plan
@@ -135,10 +136,6 @@ class Alone:
 
     def close(self) -> None:
         return
-
-
-class TermEnded(Exception):
-    """A worker of this group is gone. What all have met for stands; the rest is for the next term."""
 
 
 class SharesWanted(Exception):
