@@ -189,7 +189,7 @@ class Registered(ABC):
 
     @property
     def wire_bytes(self) -> int:
-        return self._holders.moved
+        return self._holders.sent
 
     def close(self) -> None:
         self._holders.close()
