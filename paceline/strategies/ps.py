@@ -130,9 +130,8 @@ class ParameterServers(AllReduce):
         with self._at_servers.optimizers_filled(), self._rows.whole():
             yield
 
-    @property
     def wire_bytes(self) -> int:
-        return super().wire_bytes + self._holders.moved
+        return super().wire_bytes() + self._holders.moved
 
     def report(self) -> dict[str, Any]:
         return self._rows.facts()
