@@ -78,7 +78,17 @@ def run(machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], 
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((folder / "summary.json").read_text())
     curve = [[line["step"], round(line["time"] - lines[0]["time"], 2), line["accuracy"]] for line in lines]
-    told = ("exit", "recoveries", "rounds", "participants", "drift", "wire_bytes", "compression", "median_step_s", "time_split")
+    told = (
+        "exit",
+        "recoveries",
+        "rounds",
+        "participants",
+        "drift",
+        "wire_bytes",
+        "compression",
+        "median_step_s",
+        "time_split",
+    )
     return {"curve": curve, **{name: summary[name] for name in told if name in summary}}
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from paceline import checks, evaluation, grouping, strategies, survival
+from paceline import checks, evaluation, strategies, survival
 from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
@@ -290,9 +290,7 @@ class Run:
         if self._stepper is None:
             self._stepper = self._attach()
             if self.is_main and self._session.workers > 1:
-                self._session.notice(
-                    survival.words(grouping.transport(self._session), self.settings, socket.gethostname())
-                )
+                self._session.notice(survival.words(self.settings, socket.gethostname()))
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
@@ -344,7 +342,10 @@ class Run:
         peers = self.terms.peers
         if isinstance(strategy, Served):
             strategy.reach(self._session.servers(), self._session, self._seat())
-        if tables_of(self._replica.models) and self.settings.strategy not in ("ps", "central"):
+        if tables_of(self._replica.models) and strategies.split_codec(self.settings.strategy)[0] not in (
+            "ps",
+            "central",
+        ):
             raise UsageError(
                 f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
                 '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '

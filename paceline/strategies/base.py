@@ -89,7 +89,7 @@ class Strategy(Protocol):
         Where workers run at their own pace, there is a register of it."""
 
     def wire_bytes(self) -> int:
-        """What this worker has sent so far: to workers, and to servers, with what these have answered."""
+        """What this worker has sent so far, to workers or to servers."""
 
     def report(self) -> dict[str, Any]:
         """What the summary should say of it."""

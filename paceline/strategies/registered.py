@@ -188,7 +188,7 @@ class Registered(ABC):
             self._holders.out([self._place], Lost(lost))
 
     def wire_bytes(self) -> int:
-        return self._holders.moved
+        return self._holders.sent
 
     def close(self) -> None:
         self._holders.close()

@@ -152,7 +152,9 @@ def _speed_words(summary: dict[str, Any]) -> str:
 def _workers_words(summary: dict[str, Any]) -> str:
     known = [counted(summary[f"{word}s"], word) for word in ("worker", "server", "slot") if summary.get(f"{word}s")]
     known += [f"{counted(summary['threads'], 'thread')} each"] if "threads" in summary else []
-    return ", ".join(known + ([str(summary["strategy"])] if "strategy" in summary else []))
+    known += [str(summary["strategy"])] if "strategy" in summary else []
+    known += [f"{counted(len(summary['dropped']), 'replica')} dropped"] if summary.get("dropped") else []
+    return ", ".join(known)
 
 
 def _rounds_words(summary: dict[str, Any]) -> str:
