@@ -94,6 +94,7 @@ class Replica:
             "tensors": tensors,
             "trained": {name: param.requires_grad for name, param in params.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "groups": [_group_names(optimizer, params) for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
 
@@ -101,7 +102,9 @@ class Replica:
         with torch.no_grad():
             self._restore_parameters(state)
             self._restore_buffers(state)
-        for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
+        params = self._named_params()
+        for optimizer, groups, theirs in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
+            _regroup(optimizer, groups, params)
             load_optimizer(optimizer, theirs)
         for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(theirs)
@@ -173,6 +176,37 @@ class Replica:
                     if name != "params":
                         digest.update(f"{name}={_words(group[name])};".encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _group_names(optimizer: torch.optim.Optimizer, params: dict[str, nn.Parameter]) -> list[list[str]]:
+    """The parameters of each group by name; one that is in no prepared model has none."""
+    names: dict[int, str] = {}
+    for name, param in params.items():
+        names.setdefault(id(param), name)
+    return [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _regroup(optimizer: torch.optim.Optimizer, wanted: list[list[str]], params: dict[str, nn.Parameter]) -> None:
+    """Make the groups those of the run: a script may have added some while it trained (layers that thaw)."""
+    groups = optimizer.param_groups
+    if len(groups) > len(wanted):
+        raise UsageError(
+            f"the {type(optimizer).__name__} here has {len(groups)} groups of parameters, and {len(wanted)} in the run's state: "
+            "build it with those it begins with, and add the others in the loop"
+        )
+    for number, names in enumerate(wanted):
+        if number < len(groups) and len(names) == len(groups[number]["params"]) and "" in names:
+            continue  # as this script has built it: there is no name to go by
+        if "" in names:
+            raise UsageError(
+                f"group {number} of the {type(optimizer).__name__} was added while the run trained, with a parameter that is in no "
+                "prepared model: a worker or a resumed run cannot find it; give its module to run.prepare()"
+            )
+        found = [params[name] for name in names]
+        if number < len(groups):
+            groups[number]["params"] = found
+        else:
+            optimizer.add_param_group({"params": found})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -88,3 +88,37 @@ def test_a_buffer_that_grows_in_a_share_stays_as_it_is() -> None:
         assert not any(move is not None for move in buffers.take())
         buffers.settle([torch.ones(1)] * 9, [False] * 9, 1.0)
         assert model.mask is grown
+
+
+def trained(*groups: str) -> tuple[Replica, torch.optim.Optimizer]:
+    """A model with an optimizer of these modules, a group each."""
+    model = Net()
+    replica = replica_of(model)
+    optimizer = torch.optim.SGD(
+        [{"params": model.get_submodule(name).parameters()} for name in groups], 0.1, momentum=0.9
+    )
+    replica.optimizers.append(optimizer)
+    return replica, optimizer
+
+
+def test_groups_that_were_added_in_training_are_handed_over() -> None:
+    donor, optimizer = trained("linear")
+    optimizer.add_param_group({"params": list(donor.models[0].norm.parameters()), "lr": 0.01})
+    for param in donor.params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    newcomer, own = trained("linear")
+    handed_over(donor, newcomer)
+    assert [group["lr"] for group in own.param_groups] == [0.1, 0.01]
+    for mine, theirs in zip(newcomer.params, donor.params, strict=True):
+        assert torch.equal(own.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
+    assert newcomer.digest_of_settings() == donor.digest_of_settings()
+
+
+def test_groups_that_nobody_can_make_again_are_refused() -> None:
+    donor, optimizer = trained("linear")
+    with pytest.raises(UsageError, match="has 2 groups of parameters, and 1 in the run's state"):
+        handed_over(donor, trained("linear", "norm")[0])
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(UsageError, match=r"group 1 of the SGD was added .* give its module to run.prepare"):
+        handed_over(donor, trained("linear")[0])
