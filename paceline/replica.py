@@ -29,6 +29,12 @@ class Replica:
         self._frozen: list[nn.Parameter] = []
 
     def add_model(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UsageError(
+                    f"{name or 'the model'} is a SyncBatchNorm, which needs a process group of torch.distributed; here it would "
+                    "silently see one share at a time, as BatchNorm does: leave out convert_sync_batchnorm(), or use GroupNorm"
+                )
         model.to(self.device)
         self.models.append(model)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -63,6 +63,12 @@ def test_another_model_is_refused(other: nn.Module, words: str) -> None:
         handed_over(replica_of(Net()), replica_of(other))
 
 
+def test_what_cannot_be_trained_here_is_refused_by_name() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(UsageError, match="1 is a SyncBatchNorm"):
+        replica_of(model)
+
+
 def test_shares_start_from_a_buffer_that_was_put_in_anothers_place() -> None:
     model = Net()
     replica = replica_of(model)
