@@ -204,11 +204,11 @@ class Keeping:
 
     def checkpoint_if_due(self) -> None:
         run = self._run
+        if not self._seen and (run.settings.checkpoint_every or run.workers > 1):
+            self._seen = True
+            self.capture()  # refuses what cannot be kept, or handed to a newcomer: now, not hours later
         if not run.settings.checkpoint_every:
             return
-        if not self._seen:
-            self._seen = True
-            self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
         elif self._due or (self._owed and not self._takes_all):

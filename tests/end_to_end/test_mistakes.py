@@ -213,3 +213,8 @@ def test_a_run_of_one_by_plain_python_ends_with_2_too(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "run.slots() outside a step" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_state_that_cannot_be_handed_over_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    script = HEAD + "import numpy\nrun.state['counts'] = numpy.zeros(2)\n" + BODY
+    assert "the run's state has a ndarray at state.counts" in mistake(tmp_path, script, "-n", "2")
