@@ -55,6 +55,20 @@ def optimizer_steps(stepper: Stepper | None, args: tuple[Any, ...], kwargs: dict
         stepper.no_reduce()
 
 
+def refuse_unprepared(replica: Replica) -> None:
+    """A parameter that a prepared optimizer trains, but that no prepared model has, would get a share's gradient only."""
+    known = {id(param) for model in replica.models for param in model.parameters()}
+    for optimizer in replica.optimizers:
+        for group, each in enumerate(optimizer.param_groups):
+            for number, param in enumerate(each["params"]):
+                if param.requires_grad and id(param) not in known:
+                    raise UsageError(
+                        f"{user_line()}: the prepared {type(optimizer).__name__} trains a parameter of shape {tuple(param.shape)} "
+                        f"(number {number} of its group {group}) that is in no prepared model, so workers would train it apart: "
+                        "give its module to run.prepare() too (a parameter by itself: put it into an nn.ParameterList)"
+                    )
+
+
 def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterator[str]:
     """A warning for each scheduler of a prepared optimizer that the run was not given."""
     known = {id(item) for item in [*replica.schedulers, *registered]}

@@ -289,6 +289,7 @@ class Run:
     def _begin_loop(self) -> Stepper:
         if self._stepper is None:
             self._stepper = self._attach()
+            checks.refuse_unprepared(self._replica)
             if self.is_main and self._session.workers > 1:
                 self._session.notice(
                     survival.words(grouping.transport(self._session), self.settings, socket.gethostname())

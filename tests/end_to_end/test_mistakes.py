@@ -218,3 +218,9 @@ def test_a_run_of_one_by_plain_python_ends_with_2_too(tmp_path: Path) -> None:
 def test_state_that_cannot_be_handed_over_is_refused_at_the_first_step(tmp_path: Path) -> None:
     script = HEAD + "import numpy\nrun.state['counts'] = numpy.zeros(2)\n" + BODY
     assert "the run's state has a ndarray at state.counts" in mistake(tmp_path, script, "-n", "2")
+
+
+def test_a_trained_parameter_in_no_prepared_model(tmp_path: Path, alone: Alone) -> None:
+    script = HEAD + "optimizer.add_param_group({'params': nn.Linear(4, 2).parameters()})\n" + BODY
+    line = mistake_alone(alone, tmp_path, script, slots=2)
+    assert "train.py:14: the prepared SGD trains a parameter of shape (2, 4) (number 0 of its group 1)" in line
