@@ -160,15 +160,16 @@ class Run:
 
     # what the script gives
 
-    def prepare(self, *objects: Any, loss: str = "mean") -> Any:
+    def prepare(self, *objects: Any, loss: str | None = None) -> Any:
         """Hand over what is trained: models, optimizers, schedulers, the loader. In place, no wrappers.
 
-        Everyone gets worker 0's weights. `loss="sum"` adds the shares' gradients instead of averaging.
+        Everyone gets worker 0's weights. `loss="sum"` adds the shares' gradients instead of averaging ("mean").
         Returns what it was given.
         """
-        if loss not in ("mean", "sum"):
+        if loss not in (None, "mean", "sum"):
             raise UsageError(f'prepare(loss={loss!r}): say "mean" or "sum"')
-        self._mean = loss == "mean"
+        if loss is not None:
+            self._mean = loss == "mean"
         if self._stepper is not None:
             raise UsageError(f"{user_line()}: prepare() after training has begun; prepare everything before the loop")
         checks.refuse_own_group()

@@ -224,3 +224,10 @@ def test_a_trained_parameter_in_no_prepared_model(tmp_path: Path, alone: Alone) 
     script = HEAD + "optimizer.add_param_group({'params': nn.Linear(4, 2).parameters()})\n" + BODY
     line = mistake_alone(alone, tmp_path, script, slots=2)
     assert "train.py:14: the prepared SGD trains a parameter of shape (2, 4) (number 0 of its group 1)" in line
+
+
+def test_a_second_prepare_keeps_the_kind_of_loss(tmp_path: Path, alone: Alone) -> None:
+    one = HEAD + BODY.replace("loader)", "loader, loss='sum')", 1)
+    two = HEAD + "run.prepare(model, optimizer, loss='sum')\n" + BODY.replace("model, optimizer, ", "")
+    made = [alone(tmp_path, script, slots=2, name=name).weights for name, script in (("one", one), ("two", two))]
+    assert made[0] == made[1] != alone(tmp_path, HEAD + BODY, slots=2, name="mean").weights
