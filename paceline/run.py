@@ -467,7 +467,8 @@ class Run:
         if self.finished:
             return
         self.finished = True
-        self._between_points("the end of the script")
+        if not self._failed:  # an exception may have come from anywhere
+            self._between_points("the end of the script")
         if self._kv is not None:
             self._kv.close()
         digest = self._replica.weights_sha256()

@@ -231,3 +231,11 @@ def test_a_second_prepare_keeps_the_kind_of_loss(tmp_path: Path, alone: Alone) -
     two = HEAD + "run.prepare(model, optimizer, loss='sum')\n" + BODY.replace("model, optimizer, ", "")
     made = [alone(tmp_path, script, slots=2, name=name).weights for name, script in (("one", one), ("two", two))]
     assert made[0] == made[1] != alone(tmp_path, HEAD + BODY, slots=2, name="mean").weights
+
+
+def test_an_exception_in_the_inner_loop_is_all_that_is_told(tmp_path: Path, alone: Alone) -> None:
+    script = HEAD + BODY.replace(".backward()", ".backward()\n            if run.step == 2: raise ValueError('my own')")
+    result = alone(tmp_path, script, slots=2)
+    assert result.code == 1 and "paceline: failed: 2 steps" in result.last_line
+    assert result.err.count("Traceback") == 1 and "run.slots()" not in result.err.split("ValueError: my own")[1]
+    assert result.summary["exit"] == "failed" and result.summary["steps"] == 2
