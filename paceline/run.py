@@ -112,6 +112,7 @@ class Run:
         self._stepper: Stepper | None = None
         self._laid = False
         self._kv: KeyValues | None = None
+        self._forgotten: checks.ForgottenOptimizers | None = None
         if not session.launched:
             _finish_at_exit(self)
 
@@ -289,12 +290,13 @@ class Run:
 
     def _begin_loop(self) -> Stepper:
         if self._stepper is None:
-            self._stepper = self._attach()
             checks.refuse_unprepared(self._replica)
+            self._stepper = self._attach()
             if self.is_main and self._session.workers > 1:
                 self._session.notice(
                     survival.words(grouping.transport(self._session), self.settings, socket.gethostname())
                 )
+            self._forgotten = checks.ForgottenOptimizers(self._replica, self._registered, self._warn)
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
@@ -467,6 +469,8 @@ class Run:
         if self.finished:
             return
         self.finished = True
+        if self._forgotten is not None:
+            self._forgotten.close()
         if not self._failed:  # an exception may have come from anywhere
             self._between_points("the end of the script")
         if self._kv is not None:

@@ -143,6 +143,19 @@ def test_scheduler_not_prepared_is_a_warning(tmp_path: Path) -> None:
     assert any(event["event"] == "warning" for event in result.events())
 
 
+def test_optimizer_not_prepared_is_a_warning(tmp_path: Path, alone: Alone) -> None:
+    """Unless it trains something else, or is the run's by another way."""
+    others = "apart = torch.optim.SGD(nn.Linear(1, 1).parameters())\nnamed = torch.optim.SGD(model.parameters())\n"
+    body = BODY.replace("model, optimizer, ", "model, ").replace(
+        "optimizer.step()", "optimizer.step(); apart.step(); named.step()"
+    )
+    result = alone(tmp_path, HEAD + others + "run.register('named', named)\n" + body, slots=2)
+    assert result.code == 0, result.err
+    (told,) = [event["why"] for event in result.events() if event["event"] == "warning"]
+    assert told.startswith("train.py:20: this SGD changes prepared parameters but was not given to prepare()")
+    assert told in result.err
+
+
 def test_run_name_in_use(tmp_path: Path) -> None:
     (tmp_path / "runs" / "it").mkdir(parents=True)
     assert "a run named 'it' is in" in mistake(tmp_path, HEAD + BODY)
