@@ -99,7 +99,7 @@ class Replica:
             "names": self._weights_of(found | buffers),
             "tensors": tensors,
             "trained": {name: param.requires_grad for name, param in params.items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
             "groups": [_group_names(optimizer, params) for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
@@ -182,6 +182,13 @@ class Replica:
                     if name != "params":
                         digest.update(f"{name}={_words(group[name])};".encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Without functions in its groups: a newcomer's script has put its own there."""
+    state = optimizer.state_dict()
+    groups = [{name: value for name, value in group.items() if not callable(value)} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
 
 
 def _group_names(optimizer: torch.optim.Optimizer, params: dict[str, nn.Parameter]) -> list[list[str]]:
