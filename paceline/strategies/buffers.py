@@ -72,6 +72,29 @@ class Buffers:
             tensor.copy_(start)
         return moves
 
+    def go_on(self, moves: Sequence[torch.Tensor | None]) -> None:
+        """What was taken is put back: the share goes on."""
+        with torch.no_grad():
+            for tensor, move in zip(self._tensors, moves, strict=True):
+                if move is not None:
+                    tensor.add_(move if tensor.dtype.is_floating_point else move.round().to(tensor.dtype))
+
+    def values(self) -> list[torch.Tensor]:
+        """What the buffers hold now: a copy, whole numbers in double precision."""
+        held = []
+        for tensor, (module, name) in zip(self._tensors, self._homes, strict=True):
+            now = module._buffers.get(name)
+            held.append(now if _alike(now, tensor) else tensor)
+        return [now.clone() if now.is_floating_point() else now.double() for now in held]
+
+    def put(self, values: Sequence[torch.Tensor]) -> None:
+        """They hold this from now on."""
+        for tensor, start, (module, name), value in zip(self._tensors, self._start, self._homes, values, strict=True):
+            tensor.copy_((value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype))
+            start.copy_(tensor)
+            if _alike(module._buffers.get(name), tensor):
+                module._buffers[name] = tensor  # a module may have put a new tensor in its place
+
     def settle(self, moves: Sequence[torch.Tensor], present: Sequence[bool], factor: float) -> None:
         """All shares are in: `moves` times `factor` is their mean."""
         for index, tensor in enumerate(self._tensors):
