@@ -193,6 +193,9 @@ class Keeping:
         if not self._recorder.settle():
             self._owed = True
         every = run.settings.checkpoint_every
+        if not self._seen and (every or run.workers > 1):
+            self._seen = True
+            self.capture()  # refuses what cannot be kept, or handed to a newcomer: now, not hours later
         if (every and (self._due or run.stopped)) or stepper.agreed_term > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         run.terms.boundary(stepper.agreed_term, self)
@@ -208,9 +211,6 @@ class Keeping:
         run = self._run
         if not run.settings.checkpoint_every:
             return
-        if not self._seen:
-            self._seen = True
-            self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
         elif self._due or (self._owed and not self._takes_all):

@@ -112,6 +112,7 @@ class Run:
         self._stepper: Stepper | None = None
         self._laid = False
         self._kv: KeyValues | None = None
+        self._forgotten: checks.ForgottenOptimizers | None = None
         if not session.launched:
             _finish_at_exit(self)
 
@@ -160,15 +161,16 @@ class Run:
 
     # what the script gives
 
-    def prepare(self, *objects: Any, loss: str = "mean") -> Any:
+    def prepare(self, *objects: Any, loss: str | None = None) -> Any:
         """Hand over what is trained: models, optimizers, schedulers, the loader. In place, no wrappers.
 
-        Everyone gets worker 0's weights. `loss="sum"` adds the shares' gradients instead of averaging.
+        Everyone gets worker 0's weights. `loss="sum"` adds the shares' gradients instead of averaging ("mean").
         Returns what it was given.
         """
-        if loss not in ("mean", "sum"):
+        if loss not in (None, "mean", "sum"):
             raise UsageError(f'prepare(loss={loss!r}): say "mean" or "sum"')
-        self._mean = loss == "mean"
+        if loss is not None:
+            self._mean = loss == "mean"
         if self._stepper is not None:
             raise UsageError(f"{user_line()}: prepare() after training has begun; prepare everything before the loop")
         checks.refuse_own_group()
@@ -288,9 +290,11 @@ class Run:
 
     def _begin_loop(self) -> Stepper:
         if self._stepper is None:
+            checks.refuse_unprepared(self._replica)
             self._stepper = self._attach()
             if self.is_main and self._session.workers > 1:
                 self._session.notice(survival.words(self.settings, socket.gethostname()))
+            self._forgotten = checks.ForgottenOptimizers(self._replica, self._registered, self._warn)
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
@@ -474,7 +478,10 @@ class Run:
         if self.finished:
             return
         self.finished = True
-        self._between_points("the end of the script")
+        if self._forgotten is not None:
+            self._forgotten.close()
+        if not self._failed:  # an exception may have come from anywhere
+            self._between_points("the end of the script")
         if self._kv is not None:
             self._kv.close()
         digest = self._replica.weights_sha256()
