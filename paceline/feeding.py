@@ -16,6 +16,7 @@ from paceline.data.order import mix
 from paceline.data.partition import Split, skew
 from paceline.errors import UsageError
 from paceline.loops import Loop
+from paceline.orders import Orders
 from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
@@ -33,6 +34,7 @@ class Feeding:
         self.feeds: list[Feed] = []
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
+        self._orders = Orders(session, terms)
         self._stepper: Stepper | None = None
         self.loop: Loop | None = None
         """The strategy's own, where workers do not meet in every step."""
@@ -126,14 +128,16 @@ class Feeding:
     def epoch_done(self) -> None:
         self._positions = {}
 
-    def capture(self) -> list[tuple[int, int] | None]:
-        """The position in each loader."""
-        return [self._positions.get(number) for number in range(len(self.feeds))]
+    def capture(self) -> list[Any]:
+        """The position in each loader, and what is known of their samplers' orders."""
+        return [[self._positions.get(number) for number in range(len(self.feeds))], self._orders.capture()]
 
-    def restore(self, positions: list[tuple[int, int] | None]) -> None:
+    def restore(self, state: list[Any]) -> None:
+        positions, orders = state
         for number, (_, position) in enumerate(zip(self.feeds, positions, strict=True)):
             if position is not None:
                 self._positions[number] = position
+        self._orders.restore(orders)
 
     # batches
 
@@ -144,6 +148,8 @@ class Feeding:
             yield from self._peek(feed)
             return
         if self.loop is not None:
+            self.loop.come_together()
+            self._orders.check(feed, feed_number, stepper.epoch)
             try:
                 yield from self.loop.over_loader(feed, feed_number)
             except GeneratorExit:
@@ -156,6 +162,7 @@ class Feeding:
         stepper.gaps.begin()
         self._session.left = None
         self._terms.catching_up = False
+        self._orders.check(feed, feed_number, epoch)
         try:
             while not self._stopping.reason and ((steps := feed.steps) is None or number < steps):
                 stepper.flat.fill()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from paceline.data.generators import drawing_from
 from paceline.data.order import mix
 from paceline.data.random import next_draws, seeded, set_seed
 
@@ -124,6 +125,7 @@ def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Itera
                 yield number, item
         return
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    mine = list(source)[first::stride]
+    with drawing_from(source, key):
+        mine = list(source)[first::stride]
     inner = with_sampler(loader, [(key, ids) for ids in mine], Seeded(loader.dataset, loader.collate_fn))
     yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)

@@ -66,6 +66,9 @@ class Feed(Protocol):
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         """Instead: these are the next shares, (step, slot) each; there may be more of them later."""
 
+    def order_digest(self, epoch: int) -> int:
+        """Of the order of the epoch's ids, where a user's sampler deals them; else 0."""
+
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         """Samples in each slot's share, or None if that is known only once they are loaded."""
 
@@ -110,6 +113,9 @@ class MapFeed:
     @property
     def steps(self) -> int | None:
         return self._shares.steps
+
+    def order_digest(self, epoch: int) -> int:
+        return self._shares.digest(epoch)
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         return self._shares.sizes(epoch, step) if self._sized else None
@@ -222,6 +228,9 @@ class TensorFeed:
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         return
 
+    def order_digest(self, epoch: int) -> int:
+        return self._shares.digest(epoch)
+
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         return self._shares.sizes(epoch, step)
 
@@ -266,6 +275,9 @@ class StreamFeed:
 
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         raise UsageError("a stream cannot be taken out of turn")
+
+    def order_digest(self, epoch: int) -> int:
+        return 0
 
     def _read_step(self) -> None:
         self._held, self._step = [], self._step + 1

@@ -16,10 +16,12 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from paceline.data import loader as loader_module
+from paceline.data.copies import strided
 from paceline.data.loader import AheadFeed, MapFeed, StreamFeed, TensorFeed, build_feed
 from paceline.data.partition import Split
 from paceline.errors import UsageError
@@ -260,6 +262,68 @@ def test_a_random_users_sampler_is_the_same_on_every_worker() -> None:
     whole = drawn(1, range(2))
     assert [step[:1] for step in whole] == drawn(1, range(1))
     assert whole != drawn(2, range(2))
+
+
+class Drawing:
+    """A sampler with a generator of NumPy's or Python's."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(range(20))
+        self.generator.shuffle(ids)
+        return iter(ids)
+
+
+def _fresh(seed: int) -> dict[str, dict[str, Any]]:
+    """Loaders' arguments, with generators of their own: as a newcomer's script makes them."""
+    own = torch.Generator().manual_seed(seed)
+    random_batches = BatchSampler(RandomSampler(range(20), generator=own), 4, False)
+    return {
+        "subset": {"batch_size": 4, "sampler": SubsetRandomSampler(range(20), generator=own)},
+        "replacement": {"batch_size": 4, "sampler": RandomSampler(range(20), True, 20, generator=own)},
+        "numpy": {"batch_size": 4, "sampler": Drawing(np.random.default_rng(seed))},
+        "python": {"batch_size": 4, "sampler": Drawing(random.Random(seed))},
+        "older numpy": {"batch_size": 4, "sampler": Drawing(np.random.RandomState(seed))},
+        "batches": {"batch_sampler": type("Own", (BatchSampler,), {})(random_batches.sampler, 4, False)},
+        "items": {"batch_size": None, "sampler": SubsetRandomSampler(range(20), generator=own)},
+    }
+
+
+@pytest.mark.parametrize("kind", _fresh(0))
+def test_a_sampler_with_a_generator_of_its_own_gives_a_newcomer_what_all_have(kind: str) -> None:
+    def feed(seed: int) -> Any:
+        return build_feed(DataLoader(numbers(20), **_fresh(seed)[kind]), 2, EVEN, 5)
+
+    member, newcomer = feed(7), feed(8)
+    epochs = [plain(steps_of(member, range(2), epoch)) for epoch in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
+    assert plain(steps_of(newcomer, range(2), 2)) == epochs[2]
+    assert newcomer.order_digest(2) == member.order_digest(2) != 0
+    member.order_digest(1)
+    assert newcomer.order_digest(1) == member.order_digest(1) != member.order_digest(2)
+
+
+def test_drawing_an_epoch_leaves_a_generator_as_it_was() -> None:
+    own = torch.Generator().manual_seed(3)
+    feed = build_feed(
+        DataLoader(numbers(20), batch_size=4, sampler=SubsetRandomSampler(range(20), generator=own)), 2, EVEN, 5
+    )
+    steps_of(feed, range(2))
+    assert torch.equal(own.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_who_evaluates_with_another_generators_state_deals_the_same_batches() -> None:
+    dealt = []
+    for seed, first in ((1, 0), (2, 1)):  # two workers, one of which came later
+        sampler = SubsetRandomSampler(range(20), generator=torch.Generator().manual_seed(seed))
+        loader = DataLoader(numbers(20), batch_size=4, sampler=sampler)
+        dealt += [int(x) for _, batch in strided(loader, first, 2, 5) for x in batch[1]]
+    assert sorted(dealt) == list(range(20))
 
 
 @pytest.mark.parametrize(
