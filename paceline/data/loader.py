@@ -313,6 +313,7 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
         )
     if isinstance(loader.dataset, IterableDataset):
         return StreamFeed(copy_of(loader), Dealing("stream", slots, seed))
+    _refuse_a_part(loader)
     n = _size_of(loader.dataset)
     batches, feed = loader.batch_sampler, AheadFeed if _reads_by_itself(loader) else MapFeed
     if batches is not None and type(batches) is not BatchSampler:
@@ -360,6 +361,17 @@ def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Sh
             f"raise batch_size to {slots} or more, or pass --slots {batch}"
         )
     return BatchShares(order, batch, slots, split, dealing.drop_last)
+
+
+def _refuse_a_part(loader: DataLoader[Any]) -> None:
+    """A DistributedSampler, or one like it, deals each process its part; here all of them must deal the whole."""
+    for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        replicas = getattr(part, "num_replicas", 1)
+        if replicas != 1:
+            raise UsageError(
+                f"prepare() was given a loader whose {type(part).__name__} deals out one part in {replicas}, so the rest would "
+                "never be trained: drop the sampler (shuffle=True instead); Paceline deals the shares itself"
+            )
 
 
 def _size_of(dataset: Any) -> int:

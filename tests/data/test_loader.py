@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -339,6 +340,20 @@ def test_a_users_sampler_is_not_silently_dropped_by_rows(sampler: Any) -> None:
     """Rows cut the data set itself: a sampler that means something else cannot be followed."""
     with pytest.raises(UsageError, match="sampler"):
         build_feed(DataLoader(numbers(20), batch_size=4, sampler=sampler), 2, ROWS, 5)
+
+
+@pytest.mark.parametrize("given", ["sampler", "batches", "own batches"])
+def test_a_sampler_that_deals_one_of_several_parts_is_refused(given: str) -> None:
+    def loader(replicas: int) -> DataLoader[Any]:
+        part = DistributedSampler(numbers(20), num_replicas=replicas, rank=0)
+        if given == "sampler":
+            return DataLoader(numbers(20), batch_size=4, sampler=part)
+        kind = BatchSampler if given == "batches" else type("Own", (BatchSampler,), {})
+        return DataLoader(numbers(20), batch_sampler=kind(part, 4, False))
+
+    with pytest.raises(UsageError, match="DistributedSampler deals out one part in 2, .* drop the sampler"):
+        build_feed(loader(2), 2, EVEN, 0)
+    assert build_feed(loader(1), 2, EVEN, 0).steps == 5
 
 
 def test_a_sampler_without_a_length_is_told_what_to_do() -> None:
