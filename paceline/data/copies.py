@@ -117,6 +117,13 @@ def with_sampler(loader: DataLoader[Any], sampler: Any, data: Seeded) -> DataLoa
     return inner
 
 
+def fetched_by(loader: DataLoader[Any], tagged: Any, data: Seeded) -> Any:
+    """One batch the way the loader goes, which may be a subclass's own, in this process."""
+    inner = with_sampler(loader, [tagged], data)
+    inner.__dict__.update({"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0})
+    return next(iter(inner))
+
+
 def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Iterator[tuple[int, Any]]:
     """The loader's own batches number first, first + stride, …, each with its number; draws follow the sample."""
     if isinstance(loader.dataset, IterableDataset):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from paceline.data.copies import ORIGINAL, Seeded, copy_of, with_sampler
+from paceline.data.copies import ORIGINAL, Seeded, copy_of, fetched_by, with_sampler
 from paceline.data.dealing import Dealing
 from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
@@ -122,13 +122,15 @@ class MapFeed:
 
     def share(self, epoch: int, step: int, slot: int) -> Share | None:
         ids = self._shares.ids(epoch, step, slot)
-        if not len(ids):
-            return None
+        return Share(self._fetch(ids), ids) if len(ids) else None
+
+    def _fetch(self, ids: Ids) -> Any:
+        """Here and now."""
         if self._single:
             value = self._collate(self._data[self._key, int(ids[0])])
         else:
             value = self._data.__getitems__((self._key, ids.tolist()))
-        return Share(pin_memory(value) if self._pin else value, ids)
+        return pin_memory(value) if self._pin else value
 
     def stand_in(self, epoch: int, step: int) -> Any:
         index = _any_id(self._shares, epoch, step)
@@ -174,7 +176,7 @@ class AheadFeed(MapFeed):
     def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
         super().__init__(loader, shares, dealing)
         self._aim = _Aim(shares, self._single)
-        self._loader = with_sampler(loader, self._aim, self._data)
+        self._loader, self._own_way = with_sampler(loader, self._aim, self._data), _goes_its_own_way(loader)
         self.depth = loader.num_workers * (loader.prefetch_factor or 0)
         self._items: Iterator[Any] | None = None
         self._early: dict[tuple[int, int], Share] = {}
@@ -207,6 +209,17 @@ class AheadFeed(MapFeed):
             self._early = {known: value for known, value in self._early.items() if known[0] == step}
             self._early[place] = share
         return super().share(epoch, step, slot)
+
+    def _fetch(self, ids: Ids) -> Any:
+        if not self._own_way:
+            return super()._fetch(ids)
+        tagged = (self._key, int(ids[0]) if self._single else ids.tolist())
+        return fetched_by(self._loader, tagged, self._data)
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        if not self._own_way:
+            return super().stand_in(epoch, step)
+        return self._fetch(np.array([_any_id(self._shares, epoch, step)]))
 
     def stop(self) -> None:
         self._items = None
@@ -334,15 +347,19 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
 
 def feed_of(loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> Feed:
     """Of a map-style data set in batches that are cut here."""
-    if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate and loader.num_workers == 0:
-        return TensorFeed(loader, shares, dealing)
-    return (AheadFeed if _reads_by_itself(loader) else MapFeed)(loader, shares, dealing)
+    if _reads_by_itself(loader):
+        return AheadFeed(loader, shares, dealing)
+    rows = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+    return (TensorFeed if rows else MapFeed)(loader, shares, dealing)
 
 
 def _reads_by_itself(loader: DataLoader[Any]) -> bool:
-    """Whether it has processes, or a subclass's own way to go through its batches."""
-    names = ("__iter__", "_get_iterator")
-    return loader.num_workers > 0 or any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in names)
+    return loader.num_workers > 0 or _goes_its_own_way(loader)
+
+
+def _goes_its_own_way(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass has its own way to go through its batches, in which it may change them."""
+    return any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
 
 
 def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Shares:

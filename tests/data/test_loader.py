@@ -174,6 +174,31 @@ def test_a_loaders_own_way_through_its_batches_is_kept() -> None:
     assert feed._loader.passes == 1  # type: ignore[attr-defined]
 
 
+class Scaling(DataLoader[Any]):
+    """It changes what comes out of it."""
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield {"x": x * 1000, "y": y}
+
+
+@pytest.mark.parametrize("make", [numbers, Augmented], ids=["tensors", "general"])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_a_loaders_own_way_makes_of_a_batch_is_trained_whoever_trains_it(make: Any, processes: int) -> None:
+    """Also a share that falls to this worker because another has died, and one that is lent."""
+    loader = Scaling(make(24), batch_size=8, shuffle=True, num_workers=processes)
+    feed = build_feed(loader, 4, EVEN, 9)
+    plain_feed = build_feed(DataLoader(make(24), batch_size=8, shuffle=True), 4, EVEN, 9)
+    for each in (feed, plain_feed):
+        each.start(0, 0, [0, 2])
+    for slot in (0, 1, 2, 3):
+        ours, theirs = (value(each.share(0, 0, slot)) for each in (feed, plain_feed))
+        assert torch.equal(ours["x"], theirs[0] * 1000) and torch.equal(ours["y"], theirs[1])
+    lent = feed.stand_in(0, 0)
+    assert lent["x"].shape[0] == 1 and torch.equal(lent["y"], plain_feed.stand_in(0, 0)[1])
+    feed.stop()
+
+
 def test_shares_come_in_any_order_and_for_any_slot_whoever_reads_them() -> None:
     """Slots that are dealt anew within a step: some were aimed at, and some are another worker's."""
     feeds = [build_feed(kind(Augmented(), batch_size=8, shuffle=True), 4, EVEN, 9) for kind in (Counting, DataLoader)]
@@ -351,7 +376,7 @@ def test_a_sampler_that_deals_one_of_several_parts_is_refused(given: str) -> Non
         kind = BatchSampler if given == "batches" else type("Own", (BatchSampler,), {})
         return DataLoader(numbers(20), batch_sampler=kind(part, 4, False))
 
-    with pytest.raises(UsageError, match="DistributedSampler deals out one part in 2, .* drop the sampler"):
+    with pytest.raises(UsageError, match=r"DistributedSampler deals out one part in 2, .* drop the sampler"):
         build_feed(loader(2), 2, EVEN, 0)
     assert build_feed(loader(1), 2, EVEN, 0).steps == 5
 
