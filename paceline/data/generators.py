@@ -72,6 +72,6 @@ def _set_seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state  # type: ignore[call-arg]
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
         generator.seed(seed & 0xFFFFFFFF)
