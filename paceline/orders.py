@@ -8,7 +8,7 @@ from paceline.errors import MismatchError
 from paceline.session import Session
 from paceline.terms import Terms
 
-_ORDER = mix(212)
+_ORDER = mix(213)
 _WHAT_TO_DO = (
     "its order may come from the global generators of torch, NumPy and Python, from a generator that it has as an attribute, "
     "and from set_epoch(); nothing else is the same on every worker and after a death"

@@ -17,12 +17,13 @@ def command() -> None:
     \b
     paceline run -n 4 --strategy diloco:50 train.py
     paceline run -n 4 --strategy allreduce+int8 train.py
+    paceline run -n 4 --servers 2 --strategy ssp:3+topk:0.01 train.py
     """
     console = Console(width=None if Console().is_terminal else 180)
     console.print(_strategies())
     console.print(_codecs())
     console.print(
-        "A codec is joined by +, as in allreduce+int8 or diloco:50+topk:0.01. It pays where the network is slow; between the "
+        "A codec is joined by +, as in allreduce+int8, ps+onebit, ssp:3+topk:0.01 or diloco:50+int8. It pays where the network is slow; between the "
         "workers of one machine, over shared memory, it does not: see docs/benchmarks.md. Pages: docs/strategies.md"
     )
 

@@ -48,14 +48,14 @@ def words(size: int) -> str:
 
 
 _PREFIX = "segment/"
-_NAME = re.compile(r"(?:(?:group|state)-(\d{1,9})|replica-\d{1,9}|kept-\d{1,9})(?:[-/].*)?")
+_NAME = re.compile(r"(?:(?:group|state)-(\d{1,9})|replica-\d{1,9}|kept-\d{1,9}|seats-\d{1,9})(?:[-/].*)?")
 
 
 def term_of(segment: str) -> int | None:
     """The term whose group asked for this segment; a replica's, and what a codec keeps, is for the whole run.
 
-    >>> term_of("group-3/memory-1"), term_of("state-4"), term_of("replica-0/1"), term_of("kept-0-4-1040")
-    (3, 4, None, None)
+    >>> term_of("group-3/memory-1"), term_of("state-4"), term_of("replica-0/1"), term_of("kept-0-4-1040"), term_of("seats-4-64")
+    (3, 4, None, None, None)
     """
     found = _NAME.fullmatch(segment)
     if found is None:

@@ -56,7 +56,7 @@ def split(text: str) -> tuple[str, Delays]:
             value = -1.0
         if name not in OPTIONS or not 0 < value < 100 or OPTIONS[name] in values:
             raise UsageError(
-                f"{text!r}: {option!r} cannot be joined to {mode}; write {mode}+damp:0.5 or {mode}+dc:0.04"
+                f"{text!r}: {option!r} cannot be joined to {mode}; write {mode}+damp:0.5, {mode}+dc:0.04, or a codec: {mode}+int8"
             )
         values[OPTIONS[name]] = value
     return mode, Delays(**values)

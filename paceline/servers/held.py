@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from paceline.servers.carried import DTYPES, Carried
+from paceline.servers.coding import Excerpts
 from paceline.servers.fragments import Fragment
 from paceline.servers.messages import (
     ABSENT,
@@ -37,6 +38,7 @@ from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
 from paceline.state.snapshot import Snapshot
 from paceline.tensors import lending
+from paceline.tensors.encoding import seed_of
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 
@@ -61,8 +63,8 @@ class Point:
         self.ended = 0
         """The term that is over at this point."""
 
-    def add(self, part: Range, body: torch.Tensor, lanes: bytes = b"") -> torch.Tensor | None:
-        """A part has come, and is copied if it must wait for others; the sum, if it is complete by that."""
+    def add(self, part: Range, body: torch.Tensor, lanes: bytes = b"", borrowed: bool = True) -> torch.Tensor | None:
+        """A part has come, and is copied if it is `borrowed` and must wait for others; the sum, if it is complete by that."""
         if self._summed is not None:
             return self._summed
         match self._parts.add(part):
@@ -72,7 +74,7 @@ class Point:
                 self._sums[part], self._lanes[part] = body, lanes
         cover = self._parts.cover()
         if cover is None:
-            if self._sums.get(part) is body:
+            if borrowed and self._sums.get(part) is body:
                 self._sums[part] = body.clone()
             return None
         sources = [self._sums[part] for part in cover]
@@ -97,9 +99,16 @@ class Held:
     called under `changed`."""
 
     def __init__(
-        self, fragment: Fragment, dtype: torch.dtype, optimizers: Sequence[Carried], since: int, behind: int = 0
+        self,
+        fragment: Fragment,
+        dtype: torch.dtype,
+        optimizers: Sequence[Carried],
+        since: int,
+        behind: int = 0,
+        excerpts: Excerpts | None = None,
     ) -> None:
         self._fragment, self._dtype, self.since, self._behind = fragment, dtype, since, behind
+        self._excerpts = excerpts
         self.changed = threading.Condition()
         self.value = lending.zeros((fragment.stop - fragment.start,), dtype)
         self.version = -1
@@ -114,6 +123,8 @@ class Held:
         self._values: dict[tuple[int, bool], torch.Tensor] = {}
         self._staged: dict[tuple[int, int], torch.Tensor] = {}
         """By worker and its how-manieth push."""
+        self._decoded: tuple[Stage, torch.Tensor] | None = None
+        """The last one that came coded, until it is staged."""
         self._own: dict[int, torch.Tensor] = {}
         """Of each piece whose parameter has another type than the flat: its values in that."""
         self._engines: list[tuple[list[int], Engine]] = []
@@ -139,6 +150,15 @@ class Held:
         if len(body) != self.value.nbytes:
             raise ValueError(f"{len(body)} bytes for a fragment of {self.value.nbytes}")
         return torch.frombuffer(body, dtype=self._dtype)
+
+    def gradient(self, message: Part | Stage, body: memoryview) -> torch.Tensor:
+        """A body of gradients: where it lies, or in new memory if it came coded; ValueError if it cannot be read."""
+        if not message.coded:
+            return self.read(body)
+        if self._excerpts is None:
+            raise ValueError("excerpts, and no codec")
+        place = (message.step, message.call) if isinstance(message, Part) else (message.worker, message.own)
+        return self._excerpts.read(body, message.coded, self._fragment, seed_of(*place))
 
     # what is said
 
@@ -171,7 +191,11 @@ class Held:
             case Value():
                 return message.count <= self.version or (message.count, message.weights) in self._values
             case Stage(worker, own):
-                return any(key[0] == worker and key[1] >= own for key in self._staged)
+                if any(key[0] == worker and key[1] >= own for key in self._staged):
+                    return True
+                if message.coded:  # nobody is told what cannot be read
+                    self._decoded = message, self.gradient(message, body)
+                return False
             case Apply():
                 if self._due.get(message.count, body) != body:
                     raise ValueError(f"workers do not agree on optimizer step {message.count}")
@@ -195,7 +219,10 @@ class Held:
             case Value():
                 self._values[message.count, message.weights] = self.read(body).clone()
             case Stage(worker, own):
-                self._staged[worker, own] = self.read(body).clone()
+                known, self._decoded = self._decoded, None
+                if known is None or known[0] is not message:
+                    known = message, self.gradient(message, body)
+                self._staged[worker, own] = known[1] if message.coded else known[1].clone()
             case Apply():
                 self._due[message.count] = bytes(body)
         self._go_on()

@@ -47,8 +47,8 @@ class Holders:
         self._directory = directory
         self._servers: dict[int, Server] = {}
         self._layout = NOWHERE
-        self.moved = 0
-        """Bytes of bodies that went out and came back."""
+        self.sent = self.moved = 0
+        """Bytes of bodies that went out; of these and those that came back."""
 
     def place(self, drawing: Drawing, nbytes: list[int]) -> None:
         self._drawn, self._nbytes = memoryview(msgspec.msgpack.encode(drawing)), nbytes
@@ -81,8 +81,8 @@ class Holders:
             of.setdefault(self._layout.holders[fragment][0], []).append(fragment)
         return list(of.values())
 
-    def batches(self, fragments: Iterable[int]) -> Iterator[list[int]]:
-        """Those that go to one server in one call."""
+    def batches(self, fragments: Iterable[int], most: int = MOST_BYTES) -> Iterator[list[int]]:
+        """Those that go to one server in one call, of so many bytes at most."""
         wanted = set(fragments)
         for mine in self.of_each():
             batch: list[int] = []
@@ -90,7 +90,7 @@ class Holders:
             for fragment in mine:
                 if fragment not in wanted:
                     continue
-                if batch and size + self._nbytes[fragment] > MOST_BYTES:
+                if batch and size + self._nbytes[fragment] > most:
                     yield batch
                     batch, size = [], 0
                 batch.append(fragment)
@@ -101,14 +101,19 @@ class Holders:
     # calls
 
     def out(self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview) -> Future[Reply]:
-        self.moved += sum(map(len, body))
+        self._count(body)
         return self._server(batch).out.call(self._asked(message), *body)
 
     def back(
         self, batch: Sequence[int], message: msgspec.Struct, *body: memoryview, into: memoryview | None = None
     ) -> Future[Reply]:
-        self.moved += sum(map(len, body))
+        self._count(body)
         return self._server(batch).back.call(self._asked(message), *body, into=into)
+
+    def _count(self, body: Sequence[memoryview]) -> None:
+        size = sum(map(len, body))
+        self.sent += size
+        self.moved += size
 
     def _server(self, batch: Sequence[int]) -> Server:
         number = self._layout.holders[batch[0]][0]

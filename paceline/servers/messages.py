@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.servers.carried import Carried, Values
+from paceline.servers.coding import Coding
 from paceline.servers.fragments import Fragment
 from paceline.servers.keys_messages import KeyCall, KeySaid
 from paceline.servers.kv import Pulled, Pushed
@@ -42,6 +43,8 @@ class Drawing(msgspec.Struct):
     tables: list[Table] = []
     """Their fragments are numbered behind all that: those of the first table, of the second, …"""
     centre: Centre | None = None
+    coding: Coding | None = None
+    """How gradients may come."""
 
     @property
     def first_row_fragment(self) -> int:
@@ -60,7 +63,7 @@ class Lay(msgspec.Struct, tag=True):
 
 
 class Part(msgspec.Struct, tag=True):
-    """The sum over a subtree of the shares at a reduce point + bytes."""
+    """The sum over a subtree of the shares at a reduce point + bytes, or excerpts of its message (see `coding`)."""
 
     step: int
     call: int
@@ -70,6 +73,8 @@ class Part(msgspec.Struct, tag=True):
     fragments: list[int]
     lanes: bytes = b""
     """Where shares travel by themselves: what is agreed on beside the sum, of the first fragment's part alone."""
+    coded: list[int] = []
+    """The fragments that the body is cut for, if it is excerpts."""
 
 
 class Sealed(msgspec.Struct, tag=True):
@@ -201,12 +206,14 @@ class Value(msgspec.Struct, tag=True):
 
 
 class Stage(msgspec.Struct, tag=True):
-    """Gradients of a push, for when it is counted + bytes."""
+    """Gradients of a push, for when it is counted + bytes, or excerpts of its message."""
 
     worker: int
     own: int
     """The worker's how-manieth push."""
     fragments: list[int]
+    coded: list[int] = []
+    """The fragments that the body is cut for, if it is excerpts: a backup may be told of some of these."""
 
 
 class Bring(msgspec.Struct, tag=True):
@@ -381,6 +388,13 @@ class Lost(msgspec.Struct, tag=True):
     workers: list[int]
 
 
+class Had(msgspec.Struct, tag=True):
+    """This worker is dead, and what it has not had counted never will be. Was its `own`-th push? Answered by `Done`."""
+
+    worker: int
+    own: int
+
+
 class Unheard(msgspec.Struct, tag=True):
     """What pushes are there after this one? Answered by `Tail`."""
 
@@ -437,7 +451,7 @@ class Tail(msgspec.Struct, tag=True):
 
 OfRows = Rows | RowPush | Advance | Survey
 Meeting = Word | Ended | Meet | Abreast | Lacking
-Asking = Begin | Enter | Ongoing | Turn | Push | Lost | Unheard | Hold | Notes
+Asking = Begin | Enter | Ongoing | Turn | Push | Lost | Had | Unheard | Hold | Notes
 
 
 class Done(msgspec.Struct, tag=True):

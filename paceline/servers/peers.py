@@ -9,19 +9,21 @@ any group, and whatever was sent for nothing is known to the servers already whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.servers.calling import Reply
 from paceline.servers.fragments import Fragment
 from paceline.servers.held import as_bytes
 from paceline.servers.holders import Holders
 from paceline.servers.messages import Part, Sealed, Total
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
-from paceline.tensors.tree import Plan
+from paceline.tensors.tree import Plan, Range
 
 NOTHING = Layout((), (), ())
 
@@ -55,6 +57,7 @@ class ServedPeers:
         self.rank, self.size, self.ends_together = inner.rank, inner.size, inner.ends_together
         self.at = (0, 0)
         """Step and number of the reduce point in hand."""
+        self._sent_before = holders.sent
         self.waits: dict[int, float] = {}
         """Seconds waited at this term's points, by the rank whose part came last."""
 
@@ -64,8 +67,8 @@ class ServedPeers:
 
     @property
     def sent_bytes(self) -> int:
-        """To other workers; what goes to servers is not among it."""
-        return self._inner.sent_bytes
+        """To servers; the lanes that go to other workers are not among it."""
+        return self._holders.sent - self._sent_before
 
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
         self._take_memory(plan, layout)
@@ -94,13 +97,18 @@ class ServedPeers:
         self._await_sums()
 
     def _push(self) -> None:
-        step, call = self.at
-        calls, fragments = [], self._fragments()
-        for (a, b), flats in zip(self._plan.parts(self.rank), self.parts(), strict=True):
-            for batch in self._holders.batches(range(len(fragments))):
-                message = Part(step, call, self._plan.leaves, a, b, batch)
-                calls.append(self._holders.out(batch, message, *(stretch(flats, fragments[k]) for k in batch)))
-        self._holders.wait(calls)
+        self._holders.wait(self._sent(range(len(self._fragments()))))
+
+    def _sent(self, among: Iterable[int]) -> Iterator[Future[Reply]]:
+        """This worker's parts of these fragments, as they are."""
+        fragments, among = self._fragments(), list(among)
+        for part, flats in zip(self._plan.parts(self.rank), self.parts(), strict=True):
+            for batch in self._holders.batches(among):
+                bodies = [stretch(flats, fragments[k]) for k in batch]
+                yield self._holders.out(batch, self._part(part, batch), *bodies)
+
+    def _part(self, part: Range, batch: list[int], coded: Sequence[int] = ()) -> Part:
+        return Part(*self.at, self._plan.leaves, *part, batch, coded=list(coded))
 
     def _await_sums(self) -> None:
         step, call = self.at

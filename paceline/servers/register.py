@@ -100,7 +100,7 @@ class Register(msgspec.Struct):
     calls: dict[int, int] = {}
     """Of micro-batches that are not done, how many of their pushes have been counted."""
     pushed: dict[int, tuple[int, int]] = {}
-    """Each worker's last push: its own number for it, and what was answered."""
+    """Each worker's last push, also of those who are gone: its own number for it, and what was answered."""
     log: list[Counted] = []
     """Pushes that some server may not have heard of."""
     trainers: list[int] = []
@@ -153,7 +153,6 @@ class Register(msgspec.Struct):
         if worker in self.trainers:
             self.trainers.remove(worker)
         self.give_back(worker)
-        self.pushed.pop(worker, None)
         if self.keeper == worker:
             self.keeper = -1
 
@@ -235,6 +234,11 @@ class Register(msgspec.Struct):
             self.log.append(Counted(count, worker, own, update))
         self.pushed[worker] = own, count
         return count
+
+    def counted(self, worker: int, own: int) -> bool:
+        """Whether this, which was the worker's last push, has a number."""
+        last, count = self.pushed.get(worker, (0, AGAIN))
+        return own == last and count != AGAIN
 
     def heard(self, count: int) -> None:
         """All servers have applied so many."""

@@ -21,6 +21,7 @@ from paceline.servers.messages import (
     Begun,
     Done,
     Enter,
+    Had,
     Hold,
     Lay,
     Lost,
@@ -141,6 +142,10 @@ class Registry:
                     register.lose(worker)
                     self._clocks.leave(worker)
                 return Done(), ()
+            case Had(worker, own):
+                register.lose(worker)
+                self._clocks.leave(worker)
+                return Done(register.counted(worker, own)), ()
             case Unheard(after):
                 return Tail([entry for entry in register.log if entry.count > after], register.count), ()
             case Hold(worker, yes):

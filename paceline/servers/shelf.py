@@ -14,6 +14,7 @@ import torch
 from paceline.servers import serving
 from paceline.servers.carried import DTYPES
 from paceline.servers.clocks import BEHIND, Backup, parse
+from paceline.servers.coding import Excerpts
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
 from paceline.servers.held import Held, Point, Said, as_bytes
 from paceline.servers.held_centre import HeldCentre
@@ -31,6 +32,7 @@ from paceline.servers.messages import (
     Drawing,
     Ended,
     Enter,
+    Had,
     Hold,
     Lacking,
     Lacks,
@@ -74,6 +76,8 @@ class Shelf(Copying[Any]):
     _drawing: Drawing | None = None
     _drawn = b""
     """The same, encoded."""
+    _excerpts: Excerpts | None = None
+    """How gradients come coded, if they may."""
 
     @property
     def _begun(self) -> bool:
@@ -90,7 +94,10 @@ class Shelf(Copying[Any]):
         with self._changed:
             if self._drawing is None:
                 self._drawn = bytes(body)
-                self._drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
+                drawing = msgspec.msgpack.decode(self._drawn, type=Drawing)
+                if drawing.coding is not None:
+                    self._excerpts = Excerpts(drawing.coding, drawing.fragments)
+                self._drawing = drawing
                 self._changed.notify_all()
         return Done(), ()
 
@@ -118,7 +125,7 @@ class Shelf(Copying[Any]):
                     return Done(), [as_bytes(held.over(step, point, divisor)) for held in helds]
             case Pull(version, fragments):
                 return serving.Answer(Done(), [as_bytes(self._pulled(k, version)) for k in fragments], left_alone)
-            case Begin() | Enter() | Ongoing() | Turn() | Push() | Lost() | Unheard() | Hold():
+            case Begin() | Enter() | Ongoing() | Turn() | Push() | Lost() | Had() | Unheard() | Hold():
                 return self._register(call, body)
             case State(fragment):
                 with self._locked([fragment]) as (held,):
@@ -143,14 +150,14 @@ class Shelf(Copying[Any]):
                 held.do(said, mine)
 
     def _part(self, part: Part, body: memoryview) -> None:
-        bodies = self._cut(part, body)
+        brought = {k: self._made(k).gradient(part, mine) for k, mine in self._cut(part, body).items()}
         with self._locked(part.fragments) as helds:
             complete: dict[int, tuple[Held, torch.Tensor]] = {}
             for k, held in zip(part.fragments, helds, strict=True):
                 point = held.point(part)
                 total = point.total
                 if total is None:
-                    total = point.add((part.a, part.b), held.read(bodies[k]), part.lanes)
+                    total = point.add((part.a, part.b), brought[k], part.lanes, borrowed=not part.coded)
                 if total is not None:
                     complete[k] = held, total
             agreed = complete[0][0].agreement(part) if 0 in complete else b""
@@ -233,7 +240,7 @@ class Shelf(Copying[Any]):
 
     def _cut(self, message: Copied | Part, body: memoryview) -> dict[int, memoryview]:
         """Each fragment's bytes."""
-        if isinstance(message, (Lay, Apply, Noted, Notes, Advance, Word, Ended)):
+        if isinstance(message, (Lay, Apply, Noted, Notes, Advance, Word, Ended)) or _is_coded(message):
             return dict.fromkeys(message.fragments, body)
         bodies, at = {}, 0
         for fragment in message.fragments:
@@ -260,7 +267,7 @@ class Shelf(Copying[Any]):
 
     def _joined(self, said: Copied, bodies: Sequence[memoryview]) -> Sequence[memoryview]:
         """What is said of all fragments together has one body."""
-        return bodies[:1] if isinstance(said, (Apply, Advance)) else bodies
+        return bodies[:1] if isinstance(said, (Apply, Advance)) or _is_coded(said) else bodies
 
     def _new(self, fragment: int, since: int) -> Held | HeldRows | HeldCentre | Registry:
         drawing = self._drawing
@@ -277,4 +284,8 @@ class Shelf(Copying[Any]):
         if drawing.centre is not None:
             return HeldCentre(found, DTYPES[drawing.flats[found.flat]], drawing.centre.outer, since)
         behind = BEHIND if isinstance(parse(drawing.mode), Backup) else 0
-        return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since, behind)
+        return Held(found, DTYPES[drawing.flats[found.flat]], drawing.optimizers, since, behind, self._excerpts)
+
+
+def _is_coded(message: Copied | Part) -> bool:
+    return isinstance(message, (Part, Stage)) and bool(message.coded)

@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.replica import Replica, load_optimizer
 from paceline.servers.calling import Reply
 from paceline.servers.carried import Carried, describe, hyper
+from paceline.servers.coding import Coding
 from paceline.servers.fragments import Fragment, cut
 from paceline.servers.holders import Holders
 from paceline.servers.messages import Centre, Drawing, Lay, Pull, State
@@ -37,6 +38,7 @@ class Stock:
         slots: int = 0,
         tables: Sequence[Table] = (),
         centre: Centre | None = None,
+        coding: Coding | None = None,
     ) -> None:
         self._holders, self._replica, self._layout = holders, replica, layout
         params, optimizers = replica.params, replica.optimizers
@@ -54,7 +56,7 @@ class Stock:
         sizes = [fragment.nbytes(layout) for fragment in self.fragments]
         register = [1] if slots else []
         rows = [NOMINAL_BYTES] * FRAGMENTS * len(tables)
-        drawing = Drawing(list(self.fragments), dtypes, self.carried, mode, slots, list(tables), centre)
+        drawing = Drawing(list(self.fragments), dtypes, self.carried, mode, slots, list(tables), centre, coding)
         holders.place(drawing, [*sizes, *register, *rows])
 
     def lay(self, count: int, register: bytes | None = None, beside: Sequence[Any] = ()) -> None:

@@ -35,10 +35,14 @@ class Entry(NamedTuple):
     """What stands behind its name, for example."""
     one: bool = False
     """Whether there is exactly one server."""
+    free: bool = False
+    """Whether workers run at their own pace."""
     apart: bool = False
     """Whether each worker trains a replica of its own."""
     coded: tuple[str, str] | None = None
     """Module and class of the same with a codec, if there is one."""
+    uncoded: str = ""
+    """Why not."""
     reads: Callable[[str], object] = clocks.parse
     """What stands behind its name; UsageError if it cannot. Of those with servers."""
 
@@ -55,7 +59,8 @@ def _federation(text: str) -> object:
 
 def _free(when: str, numbers: str = "") -> Entry:
     moves = "P out and P in for each micro-batch"
-    return Entry(*_FREE, "at servers", when, "gradients", moves, servers=True, numbers=numbers)
+    coded = "paceline.strategies.coded_free", "CodedFree"
+    return Entry(*_FREE, "at servers", when, "gradients", moves, servers=True, numbers=numbers, free=True, coded=coded)
 
 
 def _apart(when: str, what: str, numbers: str, moves: str) -> Entry:
@@ -63,6 +68,7 @@ def _apart(when: str, what: str, numbers: str, moves: str) -> Entry:
 
 
 _PS = "paceline.strategies.ps", "ParameterServers"
+_CODED_PS = "paceline.strategies.coded", "CodedServers"
 _FREE = "paceline.strategies.free", "FreeRunning"
 _APART = "paceline.strategies.averaging", "Averaging"
 _EVERY = "P out and P in a step"
@@ -76,7 +82,7 @@ TABLE = {
         _EVERY,
         coded=("paceline.strategies.coded", "CodedAllReduce"),
     ),
-    "ps": Entry(*_PS, "at servers", "every step", "gradients", _EVERY, servers=True),
+    "ps": Entry(*_PS, "at servers", "every step", "gradients", _EVERY, servers=True, coded=_CODED_PS),
     "ps+backup": Entry(
         "paceline.strategies.backup",
         "Backups",
@@ -86,8 +92,9 @@ TABLE = {
         "P out for each share and P in a step",
         servers=True,
         numbers=":1",
+        uncoded="who is slow may be steps behind, and what a codec keeps of its share is by then that of a later step",
     ),
-    "central": Entry(*_PS, "at one server", "every step", "gradients", _EVERY, servers=True, one=True),
+    "central": Entry(*_PS, "at one server", "every step", "gradients", _EVERY, servers=True, one=True, coded=_CODED_PS),
     "async": _free("no waiting"),
     "ssp": _free("at most 3 steps ahead of the slowest", ":3"),
     "dssp": _free("1 to 8 steps ahead, as it pays", ":1,8"),
@@ -102,6 +109,16 @@ TABLE = {
         ":50,4",
         "as diloco, a fourth at a time",
     ),
+    "gossip": Entry(
+        "paceline.strategies.gossip",
+        "Gossip",
+        "with one other, drawn anew each time",
+        "every 4 steps",
+        "weights",
+        "P out and P in every 4 steps",
+        numbers=":4",
+        apart=True,
+    ),
     "federated": Entry(
         "paceline.strategies.federated",
         "Federated",
@@ -111,6 +128,7 @@ TABLE = {
         "P out and P in for each client and round",
         servers=True,
         numbers=":rounds=50,clients=8,sample=4",
+        uncoded="a client remembers nothing from round to round, and what a codec leaves out would be lost",
         reads=_federation,
     ),
 }
@@ -128,8 +146,9 @@ def find(text: str) -> Entry:
         return entry
     codecs.read(codec)
     if entry.coded is None:
-        able = " or ".join(f"{name}{known.numbers}+{codec}" for name, known in TABLE.items() if known.coded)
-        raise UsageError(f"--strategy {text}: {plain} sends everything as it is; write {plain}, or {able}")
+        raise UsageError(
+            f"--strategy {text}: {plain} sends everything as it is ({entry.uncoded}); write {plain}, or ps+{codec}"
+        )
     module, name = entry.coded
     return entry._replace(module=module, name=name)
 
@@ -141,6 +160,10 @@ def split_codec(text: str) -> tuple[str, str]:
     (('ssp:3+dc:0.04', 'topk:0.01'), ('ps+backup:1', ''))
     """
     *words, last = text.split("+")
+    early = [word for word in words[1:] if codecs.is_codec(word)]
+    if early and not codecs.is_codec(last):
+        rest = [word for word in (*words, last) if word not in early]
+        raise UsageError(f"--strategy {text}: a codec comes last; write {'+'.join([*rest, early[-1]])}")
     if not words or not codecs.is_codec(last):
         return text, ""
     if codecs.is_codec(words[-1]) and len(words) > 1:
@@ -153,7 +176,7 @@ def _find(text: str) -> Entry:
     if text.partition(":")[0] not in (name for name in TABLE if "+" in name):
         first, *options = text.split("+")
         entry = TABLE.get(first.partition(":")[0])
-        for option in options if entry is not None and entry.coded else ():
+        for option in options if entry is not None and entry.coded and not entry.free else ():
             if option.partition(":")[0] not in OPTIONS:
                 codecs.read(option)
         mode, delays = split(text)
@@ -161,7 +184,7 @@ def _find(text: str) -> Entry:
     if name not in TABLE:
         there = ", ".join(f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items())
         raise UsageError(f"unknown strategy {text!r}; there are: {there}")
-    if delays and TABLE[name].module != _FREE[0]:
+    if delays and not TABLE[name].free:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,12 +52,8 @@ class Backups(ParameterServers):
             raise UsageError(f"--strategy {self.mode} takes one optimizer, and there are several; use --strategy ps")
         super().attach(replica, peers, mean, scaled)
 
-    def _served_by(self, peers: Peers) -> SharewisePeers:
-        self._check = partial(self._check_all, peers)
-        fragments = lambda: self._at_servers.fragments  # noqa: E731
-        self._served = self._shares = SharewisePeers(
-            peers, self._holders, fragments, self._sums, self._check, seat=self._seat
-        )
+    def _group(self, *arguments: Any) -> SharewisePeers:
+        self._shares = SharewisePeers(*arguments, seat=self._seat)
         return self._shares
 
     # a point

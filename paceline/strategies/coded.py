@@ -1,7 +1,7 @@
-"""All-reduce with a codec: `allreduce+int8`.
+"""Workers that meet in every step, with a codec: `allreduce+int8`, and at servers `ps+int8`.
 
 Each share's gradient is sent as few bytes, and what these leave out is kept for the share's next message; see
-`tensors.coded`. The result is the same at any worker count, but not that of plain all-reduce.
+`tensors.coded`. The result is the same at any worker count, and with servers or without, but not that of plain all-reduce.
 """
 
 from __future__ import annotations
@@ -13,22 +13,31 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
+from paceline.servers.coded import CodedPeers, ServedReducer, coding
+from paceline.servers.coding import Coding, Excerpts
+from paceline.servers.fragments import cut
+from paceline.servers.peers import ServedPeers
 from paceline.state.snapshot import Snapshot
+from paceline.strategies import split_codec
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled
+from paceline.strategies.ps import ParameterServers
 from paceline.tensors.codecs import parse
 from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.coded import CodedReducer
+from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers
 from paceline.tensors.tree import Plan
 
 
 class CodedAllReduce(AllReduce):
     _reducer: CodedReducer
+    _reducer_kind: type[CodedReducer] = CodedReducer
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._codec = parse(text.partition("+")[2])
+        self._codec_text = split_codec(text)[1]
+        self._codec = parse(self._codec_text)
         self._allocate: Allocate | None = None
         self._at = 0, 0
         """Step and number of the reduce point in hand."""
@@ -47,7 +56,7 @@ class CodedAllReduce(AllReduce):
         super().attach(replica, peers, mean, scaled)
 
     def _new_reducer(self, tensors: Sequence[torch.Tensor], count: int) -> CodedReducer:
-        reducer = CodedReducer(tensors, count, self._peers, self._codec, self._allocate)
+        reducer = self._reducer_kind(tensors, count, self._peers, self._codec, self._allocate)
         reducer.begin(*self._at)
         if hasattr(self, "_reducer"):
             reducer.go_on_from(self._reducer)
@@ -88,9 +97,10 @@ class CodedAllReduce(AllReduce):
         super().meet(peers)
 
     def capture(self) -> dict[str, Any]:
-        return {"kept": self._reducer.kept.capture()}
+        return {**super().capture(), "kept": self._reducer.kept.capture()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
         self._restored = state["kept"]
         if self._reducer.kept.fits(self._restored):
             self._reducer.kept.restore(self._restored)
@@ -98,3 +108,22 @@ class CodedAllReduce(AllReduce):
     def report(self) -> dict[str, Any]:
         sent, plain = self._reducer.sent_bytes, self._reducer.plain_bytes
         return {**super().report(), "compression": round(sent / plain, 5) if plain else 1.0}
+
+
+class CodedServers(CodedAllReduce, ParameterServers):
+    """The same at servers, which decode what comes."""
+
+    _reducer: ServedReducer
+    _reducer_kind = ServedReducer
+
+    @property
+    def _laid_out(self) -> Layout:
+        return self._reducer.whole
+
+    def _coding(self) -> Coding:
+        made = coding(self._codec_text, self._reducer.encoder)
+        self._excerpts = Excerpts(made, cut(self._laid_out, len(self._replica.params)))
+        return made
+
+    def _group(self, *arguments: Any) -> ServedPeers:
+        return CodedPeers(*arguments, excerpts=lambda: self._excerpts)

@@ -9,7 +9,8 @@ the weights that the servers have then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.replica import Replica
+from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, plain, refuse_closure
+from paceline.servers.coding import Coding
 from paceline.servers.delays import split
 from paceline.servers.messages import (
     ABSENT,
@@ -63,7 +66,11 @@ class FreeRunning(Registered):
             optimizer.register_step_post_hook(partial(self._after_step, number))
 
     def _stocked(self) -> Stock:
-        return Stock(self._holders, self._replica, self._layout, self._clock, self._seat.slots)
+        return Stock(self._holders, self._replica, self._layout, self._clock, self._seat.slots, coding=self._coding())
+
+    def _coding(self) -> Coding | None:
+        """How gradients come to the servers, if not as they are."""
+        return None
 
     # a stretch
 
@@ -126,8 +133,11 @@ class FreeRunning(Registered):
             )
         ]
         update = memoryview(msgspec.msgpack.encode(Update(number, 0, values, sources, {}, [], push, moved, self._gone)))
-        self._holders.through(partial(self._stage, {index for index in grads if grads[index] is not None}, moved))
+        params = {index for index, grad in grads.items() if grad is not None}
+        self._encode(params)
+        self._holders.through(partial(self._stage, params, moved))
         counted: Number = self._ask(Push(*push, self._number, self._call, self._heard), update).message
+        self._decided(counted.count != AGAIN)
         self._call += 1
         if counted.count != AGAIN:
             # Nobody waits for that: who pulls sees to it.
@@ -160,11 +170,19 @@ class FreeRunning(Registered):
     def _stage(self, params: set[int], moved: bool) -> None:
         fragments = self._stock.fragments
         due = [*self._stock.having(params), *(k for k, fragment in enumerate(fragments) if fragment.buffers and moved)]
-        calls = []
+        self._holders.wait(self._staging(due), self._check)
+
+    def _staging(self, due: Sequence[int]) -> Iterator[Future[Reply]]:
+        """These fragments of what is pushed, on their way."""
         for batch in self._holders.batches(due):
-            body = [stretch(self._out, fragments[k]) for k in batch]
-            calls.append(self._holders.out(batch, Stage(self._seat.worker, self._own, batch), *body))
-        self._holders.wait(calls, self._check)
+            body = [stretch(self._out, self._stock.fragments[k]) for k in batch]
+            yield self._holders.out(batch, Stage(self._seat.worker, self._own, batch), *body)
+
+    def _encode(self, params: set[int]) -> None:
+        """The gradients of these parameters are laid out as they will be pushed."""
+
+    def _decided(self, counted: bool) -> None:
+        """The push in hand is over, and counts or not."""
 
     def _apply(self, count: int, update: memoryview) -> None:
         for mine in self._holders.of_each():

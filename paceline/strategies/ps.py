@@ -25,6 +25,7 @@ from paceline.hooks import Hook
 from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, refuse_closure
+from paceline.servers.coding import Coding
 from paceline.servers.fragments import cut
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Update, Value
@@ -34,6 +35,7 @@ from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled, Seat
 from paceline.strategies.rows import ServedRows, check_tables
 from paceline.tensors.fetched import Fetch, Fetched
+from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers, TermEnded, Watch
 from paceline.tensors.reduce import Outcome
 from paceline.tensors.tree import Plan
@@ -42,7 +44,6 @@ from paceline.tensors.tree import Plan
 class ParameterServers(AllReduce):
     mode = "ps"
     """As the servers are told it."""
-    _meets_workers = False
 
     def __init__(self, text: str = "ps") -> None:
         super().__init__(text)
@@ -75,10 +76,10 @@ class ParameterServers(AllReduce):
 
     def _build(self) -> None:
         super()._build()
-        layout = self._reducer.layout
+        layout = self._laid_out
         if self._stock is None:
             tables = [embedding.table for embedding in self._tables]
-            self._stock = Stock(self._holders, self._replica, layout, self.mode, tables=tables)
+            self._stock = Stock(self._holders, self._replica, layout, self.mode, tables=tables, coding=self._coding())
             self._rows.begin(len(self._stock.fragments))
         elif cut(layout, len(self._replica.params)) != self._stock.fragments:
             raise UsageError(
@@ -87,14 +88,26 @@ class ParameterServers(AllReduce):
             )
 
     @property
+    def _laid_out(self) -> Layout:
+        """Where all parameters and buffers lie."""
+        return self._reducer.layout
+
+    def _coding(self) -> Coding | None:
+        """How gradients come to the servers, if not as they are."""
+        return None
+
+    @property
     def _at_servers(self) -> Stock:
         assert self._stock is not None
         return self._stock
 
     def _served_by(self, peers: Peers) -> ServedPeers:
         self._check = partial(self._check_all, peers)
-        self._served = ServedPeers(peers, self._holders, lambda: self._at_servers.fragments, self._sums, self._check)
+        self._served = self._group(peers, self._holders, lambda: self._at_servers.fragments, self._sums, self._check)
         return self._served
+
+    def _group(self, *arguments: Any) -> ServedPeers:
+        return ServedPeers(*arguments)
 
     def _check_all(self, peers: Peers, seconds: float) -> None:
         for rank in range(peers.size):
@@ -132,7 +145,7 @@ class ParameterServers(AllReduce):
             yield
 
     def report(self) -> dict[str, Any]:
-        return self._rows.facts()
+        return {**super().report(), **self._rows.facts()}
 
     # a step
 
@@ -173,7 +186,7 @@ class ParameterServers(AllReduce):
         fetch = Fetch(partial(self._bring, self._served, step, call, outcome.divisor))
         # What others than the script look at is there at once.
         cast = any(param.dtype != view.dtype for param, view in zip(params, outcome.views, strict=False))
-        if cast or outcome.sparse or self._old or self._flat or self._replica.device.type != "cpu":
+        if cast or outcome.sparse or self._old or self._flat or self._reducer.staged:
             fetch.now()
         super()._give_back(outcome)
         for index, param in enumerate(params):
@@ -184,8 +197,9 @@ class ParameterServers(AllReduce):
 
     def _bring(self, served: ServedPeers, step: int, call: int, divisor: float) -> None:
         served.fetch(step, call, divisor)
-        layout = self._reducer.layout
-        self._pristine[call] = layout.views([flat.clone() for flat in self._sums.totals.of(call)])
+        flats = self._sums.totals.of(call)
+        self._reducer.bring(call, flats)
+        self._pristine[call] = self._laid_out.views([flat.clone() for flat in flats])
 
     # the optimizer
 
@@ -219,13 +233,13 @@ class ParameterServers(AllReduce):
     def _is_as_pulled(self, index: int) -> bool:
         """Whether the script has left this parameter alone since the last pull."""
         param, value = self._replica.params[index].detach(), self._at_servers.value_of[index]
-        return _same_bits(param.to(value.dtype), value)
+        return _same_bits(param.to(value), value)
 
     def _what_comes(
         self, sources: dict[int, int], grads: dict[int, torch.Tensor | None], touched: list[int]
     ) -> dict[tuple[int, bool], memoryview]:
         """The bytes of each fragment that the script has changed something in: gradients, or weights (True)."""
-        params, layout = self._replica.params, self._reducer.layout
+        params, layout = self._replica.params, self._laid_out
         found: dict[tuple[int, bool], memoryview] = {}
         changed = {index for index, source in sources.items() if source == BY_VALUE}
         with torch.no_grad():

@@ -12,24 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import accumulate
 from operator import or_
-from typing import NamedTuple
 
 import torch
 
-from paceline.data.order import mix
-from paceline.errors import UsageError
 from paceline.tensors.codecs.base import Codec
-from paceline.tensors.codecs.feedback import send
 from paceline.tensors.codecs.kept import Allocate, Kept
-from paceline.tensors.layout import sum_dtype
+from paceline.tensors.encoding import Encoder, Message, seed_of
+from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Plan, Range, split
 
-_SEED = 301
 _ALIGN = 8
 
 
@@ -37,42 +32,36 @@ class CodedReducer(Reducer):
     """As a `Reducer`, except that nothing leaves before its share is done. `begin` comes before each `open`."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], count: int, peers: Peers, codec: Codec, allocate: Allocate | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        count: int,
+        peers: Peers,
+        codec: Codec,
+        allocate: Allocate | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        self._coded = [index for index in range(count) if sum_dtype(tensors[index].dtype) == torch.float32]
-        self._plain = [index for index in range(len(tensors)) if index not in set(self._coded)]
-        super().__init__([tensors[index] for index in self._plain], len(self._plain), peers)
-        self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._codec = codec
-        mine = [tensors[index] for index in self._coded]
-        self._shapes = [tensor.shape for tensor in mine]
-        self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in mine]
-        ends = list(accumulate(tensor.numel() for tensor in mine))
-        self._stretches = [slice(end - tensor.numel(), end) for tensor, end in zip(mine, ends, strict=True)]
-        self._elements = ends[-1] if ends else 0
-        self._mask_bytes = _aligned(-(-len(mine) // 8))
-        self._size = codec.nbytes(self._shapes)
-        self.kept = Kept(codec, self._shapes, allocate)
-        self._values = torch.zeros(self._elements, device=self._device)
-        self._value_views = self._windows(self._values)
-        self._messages: dict[int, _Message] = {}
+        """`layout`: of all tensors, where those that travel as ever lie among the others."""
+        self._codec, self.encoder = codec, Encoder(tensors, count, codec)
+        coded = set(self.encoder.coded)
+        self._plain = [index for index in range(len(tensors)) if index not in coded]
+        own = layout.only(self._plain) if layout is not None else None
+        super().__init__([tensors[index] for index in self._plain], len(self._plain), peers, own)
+        self._device = self.encoder.device
+        self._mask_bytes = _aligned(-(-len(coded) // 8))
+        self._size = self.encoder.size
+        self.kept = Kept(codec, self.encoder.shapes, allocate)
+        self._messages: dict[int, Message] = {}
         """Of each share that this worker has folded."""
-        self._sums = _Levels(self._elements, self._device)
+        self._sums = _Levels(self.encoder.elements, self._device)
         self._message_sums = _Levels(self._size // 4, torch.device("cpu"))
         self._totals_of: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.sent_bytes = self.plain_bytes = 0
         """What the messages came to, and what the same would have been in fp32."""
 
-    def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            torch.as_strided(flat, shape, stride, at.start)
-            for shape, stride, at in zip(self._shapes, self._strides, self._stretches, strict=True)
-        ]
-
     def go_on_from(self, older: CodedReducer) -> None:
         """Take the place of another one. What it kept of other tensors is of no use."""
         self.sent_bytes, self.plain_bytes = older.sent_bytes, older.plain_bytes
-        if self._shapes == older._shapes:
+        if self.encoder.shapes == older.encoder.shapes:
             self.kept = older.kept
 
     # nothing leaves early
@@ -87,7 +76,7 @@ class CodedReducer(Reducer):
     # folding
 
     def begin(self, step: int, call: int) -> None:
-        self._seed, self._call = mix(_SEED, step, call), call
+        self._seed, self._call = seed_of(step, call), call
 
     def open(self, plan: Plan, lanes: int) -> None:
         super().open(plan, lanes)
@@ -110,61 +99,46 @@ class CodedReducer(Reducer):
         self._encode(leaf, grads, weight)
         self.kept.commit([leaf])
 
-    def _encode(self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float) -> _Message:
-        mask = 0
-        absent: list[slice] = []
-        for number, (index, at) in enumerate(zip(self._coded, self._stretches, strict=True)):
-            grad, view = grads[index], self._value_views[number]
-            if grad is None:
-                absent.append(at)
-                continue
-            if grad.is_sparse:
-                raise UsageError(
-                    f"a sparse gradient (of shape {tuple(grad.shape)}) cannot be sent by the codec {self._codec.name}: make it "
-                    "dense (nn.Embedding(sparse=False)), or leave the codec out"
-                )
-            view.copy_(grad)
-            mask |= 1 << number
-        if weight != 1.0:
-            self._values.mul_(weight)
-        for at in absent:
-            self._values[at] = 0.0
-        return _Message(mask, self._send(leaf, absent).cpu())
-
-    def _send(self, leaf: int, absent: Sequence[slice]) -> torch.Tensor:
-        old, target = self.kept.old(leaf).to(self._device), self.kept.new(leaf)
-        new = target if target.device == self._device else torch.empty_like(old)
-        message = send(self._codec, self._values, self._shapes, self._seed, old, new, absent)
-        if new is not target:
-            target.copy_(new)
-        return message
+    def _encode(self, leaf: int, grads: Sequence[torch.Tensor | None], weight: float) -> Message:
+        return self.encoder.encode(grads, weight, self._seed, self.kept.old(leaf), self.kept.new(leaf))
 
     # meeting
 
     def commit(self, key: int, call: int, lanes: Sequence[int], mean: bool, scale: float) -> Outcome:
         outcome = super().commit(key, call, lanes, mean, scale)
-        payload = b"".join(map(self._packed, self._nodes(self.peers.rank)))
+        payload = b"".join(self._packed(message) for _, message in self._leaving())
         heard = self._unpacked(self.peers.gather(key, payload))
-        self.kept.commit(list(self._messages))
-        self.sent_bytes += len(payload)
-        self.plain_bytes += 4 * self._elements * len(self._plan.parts(self.peers.rank))
+        self._met(len(payload))
         total, views = self._total_of(call)
         TreeSum([self._added(heard)], (), [total]).add(outcome.divisor)
         mask = reduce(or_, (message.mask for message in heard.values()))
         return self._merged(outcome, views, mask)
+
+    def _met(self, sent_bytes: int) -> None:
+        """All have: what is kept from now on is what these messages have left out."""
+        self.kept.commit(list(self._messages))
+        self.sent_bytes += sent_bytes
+        self.plain_bytes += 4 * self.encoder.elements * len(self._plan.parts(self.peers.rank))
 
     def _nodes(self, worker: int) -> list[Range]:
         """What this worker sends messages of."""
         parts = self._plan.parts(worker)
         return parts if self._codec.summable else [(leaf, leaf + 1) for part in parts for leaf in range(*part)]
 
-    def _packed(self, node: Range) -> bytes:
-        own = {(leaf, leaf + 1): self._messages[leaf] for leaf in range(*node)}
-        mask = reduce(or_, (message.mask for message in own.values()))
-        raw = own[node].raw if node in own else self._sum_of(node, own)
-        return mask.to_bytes(self._mask_bytes, "little") + raw.numpy().tobytes() + bytes(-self._size % _ALIGN)
+    def _leaving(self) -> list[tuple[Range, Message]]:
+        """This worker's messages, and what they are of."""
+        leaving = []
+        for node in self._nodes(self.peers.rank):
+            own = {(leaf, leaf + 1): self._messages[leaf] for leaf in range(*node)}
+            mask = reduce(or_, (message.mask for message in own.values()))
+            leaving.append((node, own[node] if node in own else Message(mask, self._sum_of(node, own).clone())))
+        return leaving
 
-    def _unpacked(self, payloads: Sequence[bytes]) -> dict[Range, _Message]:
+    def _packed(self, message: Message) -> bytes:
+        raw = message.raw.numpy().tobytes()
+        return message.mask.to_bytes(self._mask_bytes, "little") + raw + bytes(-self._size % _ALIGN)
+
+    def _unpacked(self, payloads: Sequence[bytes]) -> dict[Range, Message]:
         """All messages, by what they are of."""
         heard, each = {}, self._mask_bytes + _aligned(self._size)
         for worker, payload in enumerate(payloads):
@@ -176,15 +150,15 @@ class CodedReducer(Reducer):
                 raw = (
                     torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=self._size) if self._size else _NOTHING
                 )
-                heard[node] = _Message(mask, raw)
+                heard[node] = Message(mask, raw)
         return heard
 
-    def _added(self, heard: dict[Range, _Message]) -> torch.Tensor:
+    def _added(self, heard: dict[Range, Message]) -> torch.Tensor:
         """What the messages decode to, added up."""
         root = (0, self._plan.leaves)
         if self._codec.summable:
             out = self._sums.of(0)
-            self._codec.decode(self._sum_of(root, heard).to(self._device), self._shapes, self._seed, out)
+            self._codec.decode(self._sum_of(root, heard).to(self._device), self.encoder.shapes, self._seed, out)
             return out
 
         def read(node: Range, out: torch.Tensor) -> bool:
@@ -194,16 +168,16 @@ class CodedReducer(Reducer):
 
         return tree_total(root, read, self._sums.of)
 
-    def _decode(self, message: _Message, out: torch.Tensor) -> None:
+    def _decode(self, message: Message, out: torch.Tensor) -> None:
         if not message.mask:
             out.zero_()
             return
-        self._codec.decode(message.raw.to(self._device), self._shapes, self._seed, out)
-        for number, at in enumerate(self._stretches):
+        self._codec.decode(message.raw.to(self._device), self.encoder.shapes, self._seed, out)
+        for number, at in enumerate(self.encoder.stretches):
             if not message.mask >> number & 1:
                 out[at] = 0.0
 
-    def _sum_of(self, node: Range, messages: dict[Range, _Message]) -> torch.Tensor:
+    def _sum_of(self, node: Range, messages: dict[Range, Message]) -> torch.Tensor:
         """Of messages that may be added, the one of the node."""
 
         def read(node: Range, out: torch.Tensor) -> bool:
@@ -215,8 +189,8 @@ class CodedReducer(Reducer):
 
     def _total_of(self, call: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if call not in self._totals_of:
-            flat = torch.zeros(self._elements, device=self._device)
-            self._totals_of[call] = flat, self._windows(flat)
+            flat = torch.zeros(self.encoder.elements, device=self._device)
+            self._totals_of[call] = flat, self.encoder.windows(flat)
         return self._totals_of[call]
 
     def _merged(self, plain: Outcome, views: Sequence[torch.Tensor], mask: int) -> Outcome:
@@ -224,16 +198,10 @@ class CodedReducer(Reducer):
         of: dict[int, tuple[torch.Tensor, bool]] = dict(
             zip(self._plain, zip(plain.views, plain.present, strict=True), strict=True)
         )
-        of |= {index: (views[number], bool(mask >> number & 1)) for number, index in enumerate(self._coded)}
+        of |= {index: (views[number], bool(mask >> number & 1)) for number, index in enumerate(self.encoder.coded)}
         ordered = [of[index] for index in range(len(of))]
         sparse = {self._plain[index]: rows for index, rows in plain.sparse.items()}
         return replace(plain, views=[v for v, _ in ordered], present=[p for _, p in ordered], sparse=sparse)
-
-
-class _Message(NamedTuple):
-    mask: int
-    """Of which tensors there is a gradient: a bit each."""
-    raw: torch.Tensor
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -7,7 +7,7 @@ on a 64-byte boundary, one flat per dtype. A bucket is a stretch of a flat that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,6 +75,18 @@ class Layout:
             used[flat] = stop
         flats = tuple(zip(dtypes, used, strict=True))
         return Layout(tuple(pieces[i] for i in range(len(tensors))), tuple(buckets), flats)
+
+    def only(self, tensors: Sequence[int]) -> Layout:
+        """The same memory with these tensors alone, which share no bucket with others.
+
+        >>> layout = Layout.of([torch.empty(3), torch.empty(5, dtype=torch.float64), torch.empty(7)], 2)
+        >>> [(piece.numel, piece.bucket) for piece in layout.only([1, 2]).pieces]
+        [(5, 0), (7, 1)]
+        """
+        buckets = sorted({self.pieces[tensor].bucket for tensor in tensors})
+        pieces = (self.pieces[tensor] for tensor in tensors)
+        mine = tuple(replace(piece, bucket=buckets.index(piece.bucket)) for piece in pieces)
+        return Layout(mine, tuple(self.buckets[bucket] for bucket in buckets), self.flats)
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from paceline.tensors.peers import Parts, Peers
 from paceline.tensors.sparse import SparseLeaf, add_sparse, pack, unpack
 from paceline.tensors.tree import Plan, Range, fold_scalars, split
 
-_MASK_BITS = 62
+MASK_BITS = 62
 _WEIGHTS_AT = 2  # lanes: [left too early, sparse], then one weight a part, then presence, then the caller's
 
 
@@ -66,25 +66,27 @@ class Reducer:
     """Folds shares and meets the peers, over a fixed list of tensors.
 
     The first `count` tensors are parameters, the rest buffers, whose change is folded like a gradient.
-    Either may be absent from a share.
+    Either may be absent from a share. `layout`: where they lie, if that is not for this one to say.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], count: int, peers: Peers) -> None:
-        self.layout = Layout.of(tensors, count)
+    def __init__(self, tensors: Sequence[torch.Tensor], count: int, peers: Peers, layout: Layout | None = None) -> None:
+        self.layout = Layout.of(tensors, count) if layout is None else layout
         self.peers, self._count = peers, count
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._levels: Parts = []
         self._level_views: list[list[torch.Tensor]] = []
         self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._viewed = peers
+        """The group whose memory that is of."""
         self._own_parts: Parts = []
         self._totals: dict[int, list[torch.Tensor]] = {}
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
         for index, piece in enumerate(self.layout.pieces):
             self._in_bucket[piece.bucket].append(index)
-        self._mask_words = -(-len(tensors) // _MASK_BITS)
+        self._mask_words = -(-len(tensors) // MASK_BITS)
 
     @property
-    def _staged(self) -> bool:
+    def staged(self) -> bool:
         """Whether sums go through memory of another device; the next group's may be another one's."""
         return self._device != self.peers.device
 
@@ -126,7 +128,7 @@ class Reducer:
         self._lane_count = _WEIGHTS_AT + plan.most_parts + self._mask_words + lanes
         peers.open(plan, self.layout, self._lane_count)
         for number, flats in enumerate(old):
-            targets = [self._part(number), peers.parts()[number]] if self._staged else [self._part(number)]
+            targets = [self._part(number), peers.parts()[number]] if self.staged else [self._part(number)]
             for target in targets:
                 for flat, value in zip(target, flats, strict=True):
                     flat.copy_(value)
@@ -139,7 +141,7 @@ class Reducer:
         return [leaf for leaf, *_ in self._todo]
 
     def _part(self, number: int) -> list[torch.Tensor]:
-        if not self._staged:
+        if not self.staged:
             return self.peers.parts()[number]
         while len(self._own_parts) <= number:
             self._own_parts.append(self.layout.allocate(self._device))
@@ -147,9 +149,10 @@ class Reducer:
 
     def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(flat.data_ptr() for flat in flats)
+        if self._viewed is not self.peers or len(self._views_of) > 64:
+            self._views_of.clear()  # nothing may hold the memory of a group that is over
+            self._viewed = self.peers
         if key not in self._views_of:
-            if len(self._views_of) > 64:
-                self._views_of.clear()
             self._views_of[key] = self.layout.views(flats)
         return self._views_of[key]
 
@@ -233,7 +236,7 @@ class Reducer:
             flat = flats[at.flat][at.start : at.stop]
             for level in range(self._depth - 2, self._depth - 1 - merges, -1):
                 torch.add(self._levels[level][at.flat][at.start : at.stop], flat, out=flat)
-        if self._staged:
+        if self.staged:
             at = self.layout.buckets[bucket]
             self.peers.parts()[part][at.flat][at.start : at.stop].copy_(flats[at.flat][at.start : at.stop])
 
@@ -252,7 +255,7 @@ class Reducer:
         """
         _, part, merges, _ = self._todo[self._at]
         indices = self._in_bucket[bucket]
-        if merges or weight != 1.0 or self._staged or indices[-1] >= self._count:
+        if merges or weight != 1.0 or self.staged or indices[-1] >= self._count:
             return False
         views = self._views(self._part(part))
         grads = [grad_of(index) for index in indices]
@@ -318,8 +321,8 @@ class Reducer:
         early = sum(1 << min(bucket, 62) for bucket in {min(b, 62) for b in self._early})
         words = [early, len(self._sparse)]
         words += [struct.unpack("q", struct.pack("d", weight))[0] for weight in self._weights]
-        full = (1 << _MASK_BITS) - 1
-        words += [self._mask >> (_MASK_BITS * word) & full for word in range(self._mask_words)]
+        full = (1 << MASK_BITS) - 1
+        words += [self._mask >> (MASK_BITS * word) & full for word in range(self._mask_words)]
         return np.array([*words, *lanes], dtype=np.int64)
 
     def _total_weight(self, rows: NDArray[np.int64]) -> float:
@@ -327,8 +330,11 @@ class Reducer:
         return fold_scalars([float(weights[worker, part]) for worker, part in self._plan.owners], self._plan)
 
     def _total(self, call: int, divisor: float) -> list[torch.Tensor]:
-        flats = self.peers.total(call, divisor)
-        if not self._staged:
+        return self.bring(call, self.peers.total(call, divisor))
+
+    def bring(self, call: int, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A point's total where the tensors are; again, where some of it has come only now."""
+        if not self.staged:
             return flats
         if call not in self._totals:
             self._totals[call] = self.layout.allocate(self._device)
@@ -341,7 +347,7 @@ class Reducer:
     ) -> Outcome:
         at = _WEIGHTS_AT + self._plan.most_parts
         words = np.bitwise_or.reduce(rows[:, at : at + self._mask_words], axis=0).tolist()
-        mask = sum(word << (_MASK_BITS * number) for number, word in enumerate(words))
+        mask = sum(word << (MASK_BITS * number) for number, word in enumerate(words))
         present = [bool(mask >> index & 1) for index in range(len(self.layout.pieces))]
         outcome = Outcome(views, weight, divisor, present, rows[:, at + self._mask_words :])
         if rows[:, 1].any():

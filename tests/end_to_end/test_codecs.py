@@ -38,6 +38,19 @@ def test_the_same_bits_whoever_dies(tmp_path: Path, codec: str, alone: Alone) ->
     check(launch(tmp_path, CODED, *flags, args=("small", "0", *orders)), learned(one), tmp_path, 3)
 
 
+def test_servers_come_to_the_bits_of_allreduce_whoever_dies(tmp_path: Path, alone: Alone) -> None:
+    """Also a server that has half of a step; its copy and a newcomer go on."""
+    one = alone(tmp_path, CODED, slots=12, strategy="allreduce+topk:0.1", args=("small", "0"))
+    orders = ("2:0:backward", "0:9:second share", "hold:20:4", "1:30:second loop")
+    faults = ("--fault", "kill server:0 @step 12", "--fault", "kill server:1 @step 35")
+    flags = ("-n", "4", *SLOTS, "--servers", "2", "--strategy", "ps+topk:0.1", *faults)
+    done = launch(tmp_path, CODED, *flags, args=("small", "0", *orders))
+    check(done, learned(one), tmp_path, 3)
+    assert sum(event["event"] == "fault" for event in done.events()) == 2
+    assert done.summary["compression"] < 12 / 4 * 0.2  # of a part, which is several messages
+    assert 0 < done.summary["wire_bytes"] < sum(load["received"] for load in done.summary["by_server"].values())
+
+
 # on several machines, where workers share no memory
 
 STRATEGY = "allreduce+topk:0.1"

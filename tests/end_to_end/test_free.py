@@ -38,6 +38,38 @@ def test_every_push_counts_once_when_a_worker_main_a_server_and_the_coordinator_
     assert happened == list(plan)
 
 
+CODED = (
+    SUMS.read_text()
+    .replace(", dtype=torch.float64", "")
+    .replace("1 << 20", "1 << 3")
+    .replace(".double()", ".float()")
+    .partition("if not run.stopped:")[0]
+    + """
+if run.is_main:
+    with run._strategy.whole():
+        kept = sum(run._strategy.capture()["kept"])
+    assert bool(kept.any())
+    for k, (part, mine) in enumerate(zip(model.parts, kept.split(5000))):
+        off = (mine - part - (k + 1) * EPOCHS * numbers.sum()).unique()
+        assert off.tolist() == [0.0], f"part {k} is off by {off.tolist()}"
+"""
+)
+
+
+def test_what_a_codec_keeps_is_neither_lost_nor_counted_twice_whoever_is_killed(tmp_path: Path) -> None:
+    """Whole numbers, of which a message has the largest: what was pushed and what is kept are exactly what was given."""
+    plan = ("kill worker:1 @step 20", "kill server:0 @step 40", "kill main @step 70", "kill worker:2 @step 90")
+    faults = [word for fault in plan for word in ("--fault", fault)]
+    flags = ("-n", "3", "--servers", "2", "--strategy", "ssp:3+topk:0.01", *faults)
+    done = launch(tmp_path, CODED, *flags, args=(str(EPOCHS), "0.005"))
+    exact(done)
+    assert [event["why"] for event in done.events() if event["event"] == "fault"] == list(plan)
+    assert done.summary["compression"] < 0.02
+    plain = 4 * 20_000 * STEPS * 3
+    received = sum(load["received"] for load in done.summary["by_server"].values())
+    assert received < 0.5 * plain, "what the servers have got, of the register and from each other too"
+
+
 def test_staleness_stays_within_its_bound_beside_a_worker_that_is_four_times_slower(tmp_path: Path) -> None:
     plan = ("slow worker:2 x4", "kill server:1 @step 30")
     faults = [word for fault in plan for word in ("--fault", fault)]

@@ -15,7 +15,7 @@ def test_a_mode_without_options_has_no_delays() -> None:
 
 @pytest.mark.parametrize("text", ["async+dc", "async+dc:x", "async+dc:-1", "async+zip:1", "async+dc:1+dc:2", "async+"])
 def test_nonsense_is_refused_with_what_to_write(text: str) -> None:
-    with pytest.raises(UsageError, match=r"write async\+damp:0.5 or async\+dc:0.04"):
+    with pytest.raises(UsageError, match=r"write async\+damp:0.5, async\+dc:0.04, or a codec: async\+int8"):
         split(text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -125,7 +125,7 @@ def seat(rank: int, count: int, slots: int) -> Seat:
     return Seat(rank, slots, list, lambda: None, lambda: View(1, tuple(range(count))), lambda leaf: Tally(2, 1, leaf))
 
 
-def together(world: World, count: int) -> list[Worker]:
+def together(world: World, count: int, strategies: Callable[[], ParameterServers] = ParameterServers) -> list[Worker]:
     table = Table(count)
     table.barrier = threading.Barrier(count, timeout=PATIENCE_S)
     workers: list[Worker] = []
@@ -133,7 +133,7 @@ def together(world: World, count: int) -> list[Worker]:
 
     def work(rank: int) -> None:
         try:
-            strategy = ParameterServers()
+            strategy = strategies()
             strategy.reach(world, Nobody(), seat(rank, count, slots=6))  # type: ignore[arg-type]
             worker = Worker(strategy, Member(table, rank))
             workers.append(worker)

@@ -102,8 +102,10 @@ def test_scaled_gradients_are_refused_with_a_way_out() -> None:
         ("allreduce+int9", "unknown codec 'int9'; there are: fp16 "),
         ("allreduce+topk", "write topk:0.01"),
         ("allreduce+int8+topk:0.1", r"one codec; write allreduce\+topk:0.1"),
-        ("async+int8", r"write async, or allreduce\+int8"),
-        ("ps+backup:1+int8", r"write ps\+backup:1, or allreduce\+int8"),
+        ("ps+int9", "unknown codec 'int9'"),
+        ("async+int8+damp:0.5", r"a codec comes last; write async\+damp:0.5\+int8"),
+        ("ps+backup:1+int8", r"steps behind.*write ps\+backup:1, or ps\+int8"),
+        ("federated:rounds=3+int8", r"nothing from round to round.*write federated:rounds=3, or ps\+int8"),
         ("allreduce+damp:1", "only workers at their own pace"),
         ("int8", "unknown strategy 'int8'"),
     ],
@@ -115,3 +117,4 @@ def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(text: str, s
 
 def test_delays_stand_behind_a_number_too() -> None:
     assert find("ssp:3+dc:0.04").name == "FreeRunning"
+    assert find("ssp:3+dc:0.04+topk:0.01").name == "CodedFree"

@@ -8,6 +8,11 @@ values give the same bits, always: ties are broken by index, and nothing is draw
     message = codec.encode(values, shapes, seed, memory)
     codec.decode(message, shapes, seed, out)
 
+A message can be cut: whoever has to know some of the values alone gets an excerpt, which decodes to the same bits.
+
+    excerpt, = codec.excerpts(message, shapes, seed, [(100, 200)])
+    codec.decode(excerpt, shapes, seed, out[100:200], 100)
+
 What a message loses is not lost: see `feedback`.
 """
 
@@ -22,6 +27,8 @@ import torch
 from paceline.tensors.sums import CHUNK
 
 Shapes = Sequence[Sequence[int]]
+Stretch = tuple[int, int]
+"""Values from the one to the other."""
 
 TINY = 2.0**-126
 """The smallest normal fp32. Below it scales are too coarse to promise anything finer."""
@@ -52,8 +59,17 @@ class Codec(Protocol):
         """`memory` is what it remembers, and is changed in place. `seed` is the same on all sides, and another for
         each step."""
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
-        """Into `out`, all of it."""
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        """Into `out`, all of it: the values from the `lo`-th on, of a message that was cut to these. ValueError if it cannot
+        be one."""
+
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        """What of a message the values of each stretch are decoded from; of all values, it is the message."""
+
+    def common(self, shape: Sequence[int]) -> int:
+        """How many bytes at the end of it all excerpts of one tensor's values have in common."""
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         """For each value, the largest error that its decoded one may have. For values up to `HUGE`."""
@@ -67,23 +83,37 @@ def count(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes)
 
 
-def blocks(flat: torch.Tensor, size: int) -> list[torch.Tensor]:
+def blocks(flat: torch.Tensor, size: int, lo: int = 0) -> list[torch.Tensor]:
     """Rows of `size` elements, and a shorter one for what remains; all are views. On a CPU at most as many at a time
-    as fit its cache.
+    as fit its cache. A flat that begins with the `lo`-th value begins with what is left of that one's block.
 
-    >>> [tuple(block.shape) for block in blocks(torch.zeros(10), 4)]
-    [(2, 4), (1, 2)]
+    >>> [tuple(block.shape) for block in blocks(torch.zeros(10), 4)], [len(block[0]) for block in blocks(torch.zeros(10), 4, 7)]
+    ([(2, 4), (1, 2)], [1, 4, 1])
     """
-    whole = flat.numel() // size * size
-    parts = flat[:whole].view(-1, size), flat[whole:].view(1, -1)
+    head = min(-lo % size, flat.numel())
+    whole = head + (flat.numel() - head) // size * size
+    parts = flat[:head].view(1, -1), flat[head:whole].view(-1, size), flat[whole:].view(1, -1)
     most = max(1, CHUNK // size) if flat.device.type == "cpu" else max(1, whole)
     return [chunk for part in parts if part.numel() for chunk in part.split(most)]
 
 
-def rows(numbers: torch.Tensor, flat: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """One number a block, as columns beside `blocks(flat, size)`."""
-    sizes = [len(block) for block in blocks(flat, size)]
+def rows(numbers: torch.Tensor, flat: torch.Tensor, size: int, lo: int = 0) -> list[torch.Tensor]:
+    """One number a block, as columns beside `blocks(flat, size, lo)`."""
+    sizes = [len(block) for block in blocks(flat, size, lo)]
     return [part.view(-1, 1) for part in numbers.split(sizes)] if sizes else []
+
+
+def spans(lo: int, hi: int, size: int) -> slice:
+    """The blocks in which the values from `lo` to `hi` lie.
+
+    >>> spans(255, 257, 256), spans(256, 512, 256)
+    (slice(0, 2, None), slice(1, 2, None))
+    """
+    return slice(lo // size, -(-hi // size))
+
+
+def number_of(span: slice) -> int:
+    return int(span.stop - span.start)
 
 
 def join(*parts: torch.Tensor) -> torch.Tensor:

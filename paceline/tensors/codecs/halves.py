@@ -6,11 +6,12 @@ that a death could take away.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, count, cut, join
+from paceline.tensors.codecs.base import Shapes, Stretch, count, cut, join
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,17 @@ class Half:
         halves = values.to(self.dtype)
         return join(halves.clamp_(-_MOST, _MOST) if self.dtype == torch.float16 else halves)
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
         (halves,) = cut(message, (self.dtype, out.numel()))
         out.copy_(halves)
+
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        return [message[2 * lo : 2 * hi] for lo, hi in stretches]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         size = values.abs()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, rows
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, cut, join, number_of, rows, spans
 
 BLOCK = 256
 
 
-@dataclass(frozen=True)
-class Int8:
-    """n + 4⌈n/256⌉ bytes. Error: the block's largest |x| over 254."""
+class Blocks:
+    """A codec of a byte a value, and a scale for each block. Scales come first in a message."""
 
-    name = "int8"
     summable, feedback = False, True
 
     def nbytes(self, shapes: Shapes) -> int:
@@ -25,6 +24,28 @@ class Int8:
     def start(self, shapes: Shapes) -> torch.Tensor:
         return torch.empty(0)
 
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        scales, small = cut_blocks(message, 0, count(shapes))
+        return [join(scales[spans(lo, hi, BLOCK)], small[lo:hi]) for lo, hi in stretches]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
+
+
+def cut_blocks(message: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of blocks, and a byte for each of the values from `lo` to `hi`."""
+    scales, small = cut(message, (torch.float32, number_of(spans(lo, hi, BLOCK))), (torch.int8, hi - lo))
+    return scales, small
+
+
+@dataclass(frozen=True)
+class Int8(Blocks):
+    """n + 4⌈n/256⌉ bytes. Error: the block's largest |x| over 254."""
+
+    name = "int8"
+
     def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
         scales = largest(values, BLOCK) / 127
         levels = torch.empty(values.numel(), dtype=torch.int8, device=values.device)
@@ -33,11 +54,10 @@ class Int8:
             level.copy_((block / scale).round_().clamp_(-127, 127))
         return join(scales, levels)
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
-        number = -(-out.numel() // BLOCK)
-        scales, levels = cut(message, (torch.float32, number), (torch.int8, out.numel()))
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        scales, levels = cut_blocks(message, lo, lo + out.numel())
         for block, level, scale in zip(
-            blocks(out, BLOCK), blocks(levels, BLOCK), rows(scales, out, BLOCK), strict=True
+            blocks(out, BLOCK, lo), blocks(levels, BLOCK, lo), rows(scales, out, BLOCK, lo), strict=True
         ):
             block.copy_(level).mul_(scale)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, blocks, count, cut, join, rows
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, count, cut, join, number_of, rows, spans
 from paceline.tensors.codecs.int8 import largest, spread
 
 BLOCK = 1024
@@ -30,12 +31,22 @@ class OneBit:
         means = [(block.abs() / block.shape[1]).sum(1) for block in blocks(values, BLOCK)]
         return join(torch.cat([values.new_empty(0), *means]), _pack(values < 0))
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
-        total = out.numel()
-        means, packed = cut(message, (torch.float32, -(-total // BLOCK)), (torch.uint8, -(-total // 8)))
-        negative = _unpack(packed)[:total]
-        for block, bits, mean in zip(blocks(out, BLOCK), blocks(negative, BLOCK), rows(means, out, BLOCK), strict=True):
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        means, packed = _cut(message, lo, lo + out.numel())
+        negative = _unpack(packed)[lo % 8 : lo % 8 + out.numel()]
+        for block, bits, mean in zip(
+            blocks(out, BLOCK, lo), blocks(negative, BLOCK, lo), rows(means, out, BLOCK, lo), strict=True
+        ):
             torch.where(bits, -mean, mean, out=block)
+
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        means, packed = _cut(message, 0, count(shapes))
+        return [join(means[spans(lo, hi, BLOCK)], packed[spans(lo, hi, 8)]) for lo, hi in stretches]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         return spread(largest(values, BLOCK) * (1 + 2.0**-16), values, BLOCK) + TINY
@@ -43,6 +54,12 @@ class OneBit:
 
 def onebit(number: float) -> OneBit:
     return OneBit()
+
+
+def _cut(message: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = number_of(spans(lo, hi, BLOCK)), number_of(spans(lo, hi, 8))
+    means, packed = cut(message, (torch.float32, sizes[0]), (torch.uint8, sizes[1]))
+    return means, packed
 
 
 # Eight bits are moved at a time, as one number of 64 bits; wherever a byte is 0 or 1 no product carries over.

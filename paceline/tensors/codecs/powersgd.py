@@ -15,13 +15,14 @@ s slots has up to s · r directions. So messages are decoded before they are add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-from paceline.tensors.codecs.base import TINY, Shapes, cut, join
+from paceline.tensors.codecs.base import TINY, Shapes, Stretch, blocks, cut, join, number_of, spans
 
 _SEED = 5824522
 _NOISE = 1e-5
@@ -61,17 +62,34 @@ class PowerSGD:
             older.copy_(torch.where(newer.abs().amax(1, keepdim=True) > 0, unit_rows(newer), older))
         return join(values.new_empty(0), *sent)
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        places = list(self._places(shapes, lo, lo + out.numel()))
+        (numbers,) = cut(message, (torch.float32, sum(place.sent for place in places)))
+        flats = out.split([place.hi - place.lo for place in places])
+        for flat, sent, place in zip(flats, numbers.split([place.sent for place in places]), places, strict=True):
+            if not place.columns:
+                flat.copy_(sent)
+                continue
+            wide = self.rank * place.columns
+            tall, second = sent[: place.sent - wide].view(self.rank, -1), sent[place.sent - wide :].view(self.rank, -1)
+            _multiply(tall, second, flat, place.lo)
+
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
         (numbers,) = cut(message, (torch.float32, self.nbytes(shapes) // 4))
-        at = 0
-        for flat, shape in zip(_split(out, shapes), shapes, strict=True):
-            tall, wide = self._sizes(shape)
-            first, second = numbers[at : at + tall], numbers[at + tall : at + tall + wide]
-            if wide:
-                torch.mm(first.view(self.rank, -1).t(), second.view(self.rank, -1), out=_matrix(flat, shape))
-            else:
-                flat.copy_(first)
-            at += tall + wide
+        each = numbers.split([sum(self._sizes(shape)) for shape in shapes])
+        found = ([self._cut(each[place.tensor], place) for place in self._places(shapes, *at)] for at in stretches)
+        return [join(numbers.new_empty(0), *parts) for parts in found]
+
+    def _cut(self, sent: torch.Tensor, place: _Place) -> torch.Tensor:
+        if not place.columns:
+            return sent[place.lo : place.hi]
+        tall, wide = sent.split([sent.numel() - self.rank * place.columns, self.rank * place.columns])
+        return torch.cat([tall.view(self.rank, -1)[:, spans(place.lo, place.hi, place.columns)].reshape(-1), wide])
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 4 * self._sizes(shape)[1]
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         bounds = [values.new_empty(0)]
@@ -89,8 +107,44 @@ class PowerSGD:
                 return tall, wide
         return total, 0
 
+    def _places(self, shapes: Shapes, lo: int, hi: int) -> Iterator[_Place]:
+        """Where the values from `lo` to `hi` lie, tensor by tensor."""
+        start = 0
+        for tensor, shape in enumerate(shapes):
+            total, wide = prod(shape), self._sizes(shape)[1]
+            first, last = max(lo - start, 0), min(hi - start, total)
+            if first < last:
+                rows = number_of(spans(first, last, wide // self.rank)) if wide else 0
+                sent = self.rank * rows + wide if wide else last - first
+                yield _Place(tensor, first, last, wide // self.rank, sent)
+            start += total
+
     def _wide(self, memory: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
         return list(memory.split([self._sizes(shape)[1] for shape in shapes]))
+
+
+class _Place(NamedTuple):
+    """Values from lo to hi of a tensor."""
+
+    tensor: int
+    lo: int
+    hi: int
+    columns: int
+    """Of its matrix; 0: it is sent as it is."""
+    sent: int
+    """How many numbers they are decoded from: the rows' of the tall factor, and all of the wide one."""
+
+
+def _multiply(tall: torch.Tensor, wide: torch.Tensor, out: torch.Tensor, lo: int) -> None:
+    """tallᵀ wide from the `lo`-th value on. Each product and each sum is rounded by itself, so that any stretch has the bits it
+    has in the whole: a library's product of matrices does not promise that."""
+    row, skip = 0, lo % wide.shape[1]
+    for block in blocks(out, wide.shape[1], lo):
+        rows, columns = slice(row, row + len(block)), slice(skip, skip + block.shape[1])
+        torch.mul(tall[0, rows, None], wide[0, columns], out=block)
+        for column, line in zip(tall[1:], wide[1:], strict=True):
+            block.add_(column[rows, None] * line[columns])
+        row, skip = rows.stop, 0
 
 
 def powersgd(rank: float) -> PowerSGD:

@@ -5,11 +5,14 @@ Which values they are need not be said. All slots of a step draw the same places
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from paceline.tensors.codecs.base import Shapes, chosen, count, cut, join
+from paceline.tensors.codecs.base import Shapes, Stretch, chosen, count, cut, join, number_of
+from paceline.tensors.codecs.topk import within
 
 
 @dataclass(frozen=True)
@@ -31,24 +34,37 @@ class RandomK:
         return torch.empty(0)
 
     def encode(self, values: torch.Tensor, shapes: Shapes, seed: int, memory: torch.Tensor) -> torch.Tensor:
-        return join(values[self._places(values, seed)])
+        return join(values[self._places(shapes, seed, values.device)])
 
-    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor) -> None:
-        (values,) = cut(message, (torch.float32, chosen(self.share, out.numel())))
+    def decode(self, message: torch.Tensor, shapes: Shapes, seed: int, out: torch.Tensor, lo: int = 0) -> None:
+        places = self._places(shapes, seed, out.device)
+        (mine,) = within(places, [(lo, lo + out.numel())])
+        (values,) = cut(message, (torch.float32, number_of(mine)))
         out.zero_()
-        out[self._places(out, seed)] = values
+        out[places[mine] - lo] = values
+
+    def excerpts(
+        self, message: torch.Tensor, shapes: Shapes, seed: int, stretches: Sequence[Stretch]
+    ) -> list[torch.Tensor]:
+        found = within(self._places(shapes, seed, message.device), stretches)
+        return [message[4 * mine.start : 4 * mine.stop] for mine in found]
+
+    def common(self, shape: Sequence[int]) -> int:
+        return 0
 
     def bound(self, values: torch.Tensor, shapes: Shapes) -> torch.Tensor:
         return values.abs()
 
-    def _places(self, values: torch.Tensor, seed: int) -> torch.Tensor:
-        return drawn_places(values.numel(), chosen(self.share, values.numel()), seed).to(values.device)
+    def _places(self, shapes: Shapes, seed: int, device: torch.device) -> torch.Tensor:
+        total = count(shapes)
+        return drawn_places(total, chosen(self.share, total), seed).to(device)
 
 
 def randomk(share: float) -> RandomK:
     return RandomK(share)
 
 
+@lru_cache(maxsize=4)
 def drawn_places(total: int, number: int, seed: int) -> torch.Tensor:
     """One place in each of `number` stretches of about the same length: no two are equal, and they are in order.
 
