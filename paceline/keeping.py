@@ -56,7 +56,7 @@ class Keeping:
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
-                "replica": run._replica.capture(),
+                "replica": run._replica.capture() | self._gradients(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
                 "keys": run._kv.state_dict() if keys and run._kv is not None else {},
@@ -73,6 +73,12 @@ class Keeping:
                 "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
             }
         )
+
+    def _gradients(self) -> dict[str, Any]:
+        """Those that the script still adds to. In the middle of a step they are its own business."""
+        stepper = self._run._stepper
+        assert stepper is not None
+        return {"gradients": {} if stepper.active else self._run._replica.gradients(stepper.stepped)}
 
     def restore(self, snapshot: Snapshot) -> None:
         run, tree, stepper = self._run, snapshot.tree, self._run._stepper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -104,11 +104,26 @@ class Replica:
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
 
+    def gradients(self, stepped: Container[int]) -> dict[str, Any]:
+        """Those that no optimizer has used yet; of these have. What is left over from a step that was made is cleared before
+        the next one, by any script that means to train."""
+        used = {
+            id(param)
+            for optimizer in self.optimizers
+            if id(optimizer) in stepped
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        params = self._named_params().items()
+        return {name: _packed(param.grad) for name, param in params if param.grad is not None and id(param) not in used}
+
     def restore(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
             self._restore_parameters(state)
             self._restore_buffers(state)
         params = self._named_params()
+        for name, param in params.items():
+            param.grad = _unpacked(state.get("gradients", {}).get(name), param.device)
         for optimizer, groups, theirs in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
             _regroup(optimizer, groups, params)
             load_optimizer(optimizer, theirs)
@@ -182,6 +197,20 @@ class Replica:
                     if name != "params":
                         digest.update(f"{name}={_words(group[name])};".encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _packed(grad: torch.Tensor) -> Any:
+    """Plain tensors: rows of a sparse one lie beside their numbers."""
+    if not grad.is_sparse:
+        return grad.detach()
+    return [grad._indices(), grad._values(), list(grad.shape)]
+
+
+def _unpacked(known: Any, device: torch.device) -> torch.Tensor | None:
+    if known is None or isinstance(known, torch.Tensor):
+        return None if known is None else known.to(device)
+    indices, values, shape = known
+    return torch.sparse_coo_tensor(indices, values, shape, device=device)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

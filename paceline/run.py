@@ -380,9 +380,8 @@ class Run:
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
-        if stepper.alone:
-            for optimizer in self._replica.optimizers:
-                stepper.watch(optimizer)
+        for optimizer in self._replica.optimizers:
+            stepper.watch(optimizer)
         if not isinstance(strategy, Stepwise):
             self._feeding.loop = loop_of(self, strategy, stepper)
         elif stepper.slots > 1:
