@@ -93,7 +93,9 @@ class Run:
         self._replica = Replica(self.device)
         self._precision = Precision(self.settings.precision, self.device)
         self._mean = True
-        self._epochs_done = 0
+        self._epochs_done = self._epochs_asked = 0
+        self._entered = False
+        """A newcomer has its state."""
         self.terms = Terms(session)
         self._agreement = Agreement(session, self.terms, self._replica)
         self._keeping = Keeping(self)
@@ -225,14 +227,22 @@ class Run:
         return self._stepper.epoch if self._stepper else 0
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs to train, from where the run stands."""
+        """So many epochs, behind those that were asked for before; a resumed run goes on where it stood.
+
+        Their numbers go on: after `epochs(2)`, a second `epochs(2)` gives 2 and 3.
+        """
         stepper = self._begin_loop()
         rounds = self._strategy.rounds if isinstance(self._strategy, InRounds) else 0
-        count = rounds or self.settings.epochs or count
+        # What was asked for before says where a loop begins, not what was trained: so a newcomer, or a resumed run, goes
+        # through its script's earlier loops without an epoch and lands in the one where the others are.
+        first, self._epochs_asked = self._epochs_asked, self._epochs_asked + (rounds or self.settings.epochs or count)
+        last = self._epochs_asked
+        if first and self.stopped and not self._feeding.begun(first, last):
+            last = first  # in an earlier loop
         try:
-            for epoch in range(stepper.epoch, count):
+            for epoch in range(max(stepper.epoch, first), last):
                 stepper.epoch = epoch
-                self._session.row.describe(total_steps=self._feeding.total_steps(count))
+                self._session.row.describe(total_steps=self._feeding.total_steps(last))
                 yield epoch
                 if self.stopped and not self._feeding.at_end:
                     break  # in the middle of an epoch, which a resumed run goes on with
@@ -297,7 +307,8 @@ class Run:
             self._forgotten = checks.ForgottenOptimizers(self._replica, self._registered, self._warn)
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
-        if self._session.joining:
+        if self._session.joining and not self._entered:
+            self._entered = True
             self._feeding.loop.enter() if self._feeding.loop is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
         elif self._session.resume_from:
@@ -369,6 +380,9 @@ class Run:
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
+        if stepper.alone:
+            for optimizer in self._replica.optimizers:
+                stepper.watch(optimizer)
         if not isinstance(strategy, Stepwise):
             self._feeding.loop = loop_of(self, strategy, stepper)
         elif stepper.slots > 1:
@@ -468,7 +482,7 @@ class Run:
 
     def _wire_bytes(self) -> int:
         """What all who are here have sent."""
-        mine = self._strategy.wire_bytes if self._stepper is not None else 0
+        mine = self._strategy.wire_bytes() if self._stepper is not None else 0
         return sum(
             int.from_bytes(said, "little") for said in self.terms.meeting.gather(_SENT, mine.to_bytes(8, "little"))
         )

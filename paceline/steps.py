@@ -130,6 +130,8 @@ class Stepper:
         """Between the start of a step and its end."""
         self.inside = False
         """Within the body of run.slots()."""
+        self.stepped: bool | None = None
+        """Whether an optimizer has stepped in this step; None: there is none that would say so."""
         self.left_early: str | None = None
         self.summed = False
         """Whether shares' gradients are added instead of averaged."""
@@ -174,6 +176,7 @@ class Stepper:
         """A step begins; its time counts from `since`, when its batch was asked for."""
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
         self.leaves, self.in_hand, self.slot = self.slots, self.step, -1
+        self.stepped = None if self.stepped is None else False
         if not self.alone:
             self._strategy.begin_step()
         if self.alone or not self.flat.begin():
@@ -203,6 +206,15 @@ class Stepper:
         self._row.progress(steps, self.epoch, self.samples)
         self.active, self.batch, self.in_hand = False, None, None
 
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where nobody is met, its step tells that a batch was trained."""
+
+        def note(*_: Any) -> None:
+            self.stepped = True
+
+        self.stepped = False
+        optimizer.register_step_post_hook(note)
+
     def _over(self) -> None:
         self.active = False
         if not self.alone:
@@ -225,7 +237,8 @@ class Stepper:
 
     def abandon(self) -> bool:
         """The script left the loop in the middle of a step; whether that step was trained."""
-        trained = self.active and not self.inside and self.left_early is None and (self.call > 0 or self.alone)
+        done = self.call > 0 or (self.alone and self.stepped is not False)  # else the script has only looked at a batch
+        trained = self.active and not self.inside and self.left_early is None and done
         if trained:
             self._count_step(time.perf_counter())
         self._over()

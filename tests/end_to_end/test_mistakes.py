@@ -83,6 +83,14 @@ for epoch in run.epochs(2):
     assert "leave the other out of prepare()" in line
 
 
+def test_a_sampler_that_deals_each_worker_others(tmp_path: Path) -> None:
+    script = (
+        HEAD + "loader = DataLoader(data, batch_size=24, sampler=[(i + run.rank) % 96 for i in range(96)])\n" + BODY
+    )
+    line = mistake(tmp_path, script, "-n", "2")
+    assert "the sampler of loader 0 gives worker 1 other samples" in line and "set_epoch()" in line
+
+
 def test_batch_smaller_than_slots(tmp_path: Path) -> None:
     line = mistake(tmp_path, HEAD + BODY, "-n", "2", "--slots", "32")
     assert "batch of 24 is smaller than the 32 slots" in line
