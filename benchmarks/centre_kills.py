@@ -59,7 +59,7 @@ def killed(folder: Path, seed: int, moment: str, workers: int, servers: int, wan
     led = next(event["time"] for event in events if event["event"] == "layout" and event["time"] > note["time"])
     over = [event["time"] for event in events if event["event"] == "round" and event["time"] > note["time"]]
     odd = "" if done.weights == want else f"weights {done.weights[:16]}"
-    odd = odd or _odd_rounds([event for event in events if event["event"] == "round"], done.summary["rounds"])
+    odd = odd or _odd_rounds([event for event in events if event["event"] == "round"], done.summary["by_round"])
     return Kill(led - note["time"], (over[0] if over else led) - note["time"], odd)
 
 

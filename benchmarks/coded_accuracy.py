@@ -1,48 +1,50 @@
-"""What a codec does to training: the MLP 784-2048-2048-10 on Fashion-MNIST, one line for one strategy.
+"""What a codec does to training: the MLP 784-2048-2048-10 on Fashion-MNIST; the accuracy of each epoch, in one line at the end.
 
-    PYTHONPATH=. python benchmarks/coded_accuracy.py allreduce+int8 [EPOCHS [SAMPLES [SLOTS]]]
+    PYTHONPATH=. paceline run -n 2 --slots 2 --strategy allreduce+int8 benchmarks/coded_accuracy.py [EPOCHS [RATE]]
 
-Alone, in one process: what comes out does not depend on the workers. SGD, momentum 0.9, rate 0.05 falling to 0 by a cosine,
-batches of 256.
+What comes out does not depend on the workers. SGD, momentum 0.9, a rate (0.05) that falls to 0 by a cosine, batches of 256.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import paceline
 from benchmarks.models import mlp
 from examples import fashion_data
 
-strategy, epochs, samples, slots = (*sys.argv[1:], *["allreduce", "5", "60000", "2"][len(sys.argv) - 1 :])
-run = paceline.init(strategy=strategy, slots=int(slots), seed=1)
+epochs, rate = (*sys.argv[1:], *["5", "0.05"][len(sys.argv) - 1 :])
+run = paceline.init()
 train, test = fashion_data.load()
-images, labels = (tensor[: int(samples)] for tensor in train.tensors)
-torch.manual_seed(1)
 model = nn.Sequential(nn.Flatten(), mlp()).to(run.device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-loader = DataLoader(TensorDataset(images, labels), batch_size=256, shuffle=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(rate), momentum=0.9)
+loader = DataLoader(train, batch_size=256, shuffle=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(epochs) * len(loader))
 run.prepare(model, optimizer, scheduler, loader)
-began = time.monotonic()
+run.state.setdefault("curve", [])
+
+
+def right(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, int]:
+    x, y = batch
+    return {"right": int((model(x).argmax(1) == y).sum()), "count": len(y)}
+
+
 for _epoch in run.epochs(int(epochs)):
     for _batch in loader:
         for x, y in run.slots():
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            F.cross_entropy(model(x), y).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-with torch.no_grad():
-    x, y = (tensor.to(run.device) for tensor in test.tensors)
-    right = int((model(x).argmax(1) == y).sum())
-took = time.monotonic() - began
-print(
-    f"{strategy:24} {epochs} epochs of {samples}, {slots} slots: accuracy {right / len(y):.4f}, last loss {loss:.4f}, {took:.0f} s"
-)
+    sums = run.evaluate(right, DataLoader(test, batch_size=1000))
+    run.state["curve"].append(sums["right"] / sums["count"])
+    run.log(accuracy=run.state["curve"][-1])
+curve = " ".join(f"{accuracy:.4f}" for accuracy in run.state["curve"])
+slots, seed = run.settings.slots, run.settings.seed
+if run.is_main:
+    print(f"{run.settings.strategy:24} {epochs} epochs, rate {rate}, {slots} slots, seed {seed}: accuracy {curve}")

@@ -49,8 +49,8 @@ def trained(kind: str, seed: int, workers: int, timeout: float) -> Trained:
         it = Path(folder) / "runs" / "it"
         summary = json.loads((it / "summary.json").read_text())
         curve = [json.loads(line)["accuracy"] for line in (it / "metrics.jsonl").read_text().splitlines()]
-    assert len(curve) == len(summary["rounds"]) == ROUNDS
-    counts = [len(each["clients"]) for each in summary["rounds"]]
+    assert len(curve) == len(summary["by_round"]) == ROUNDS
+    counts = [len(each["clients"]) for each in summary["by_round"]]
     return Trained(curve[-1], statistics.mean(curve[-LAST:]), counts, summary["bytes_moved"], summary["wall_s"])
 
 

@@ -92,6 +92,8 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
             if result is not None and turn:
                 times[name].append(result[0])
                 losses[name] = result[1]
+        if not turn:
+            gc.freeze()  # what is there now stays: to look through it before each burst takes longer than the burst
     unit, amount = case.unit
     sides = {}
     for name in names:

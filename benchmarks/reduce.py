@@ -70,7 +70,7 @@ def paceline_side(kind: str, folder: str) -> None:
     session = Session({})
     session.board.main_ready = True
     peers = session.peers()
-    group = gloo(meeting_store(session, "benchmark"), peers.rank, peers.size)
+    group = gloo(meeting_store(session, "benchmark")(), peers.rank, peers.size)
     layout, plan = Layout.of([torch.empty(FLOATS)]), Plan.of(peers.size, peers.size)
     gradient = torch.full((FLOATS,), 1.0 + peers.rank)
 

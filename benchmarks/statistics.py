@@ -15,6 +15,14 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float,
     return statistics.median(ratios), medians[100], medians[-101]
 
 
+def median_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """The same of the paired differences."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    dice = random.Random(0)
+    medians = sorted(statistics.median(dice.choices(differences, k=len(differences))) for _ in range(1000))
+    return statistics.median(differences), medians[25], medians[-26]
+
+
 def words(name: str, ours: Sequence[float], theirs: Sequence[float], limit: float | None = None) -> str:
     ratio, low, high = median_ratio(ours, theirs)
     verdict = "" if limit is None else f"  limit {limit}: {'holds' if high <= limit else 'MISSED'}"

@@ -1,11 +1,16 @@
 """Two machines on a thin link: time to a test accuracy, against plain DDP on the same link.
 
-    python -m benchmarks.thin_link --rate 100mbit --strategy diloco:50+int8
+    python -m benchmarks.thin_link steps --rate 100mbit       seconds of DDP's steps on the link
+    python -m benchmarks.thin_link ddp                        DDP off the link: the accuracy after each epoch
+    python -m benchmarks.thin_link run --rate 100mbit         the run on the link, from its first step to its last
+    python -m benchmarks.thin_link bytes --strategy allreduce+int8     a few steps: what went over the link, by three counts
+    python -m benchmarks.thin_link report                     what they come to
 
 Needs root: the machines are network namespaces, and the link between them a token bucket (`tc tbf`), each way. One worker a
-machine; the MLP 784-2048-2048-10 on Fashion-MNIST, batch 64 a worker. DDP would take hours there, so its time is its
-step's median on the link times the steps that it needs: those of `allreduce`, whose gradients are DDP's, counted off the link.
-Accuracy is looked at after each epoch, so steps and times are those of whole epochs.
+machine, with one thread; the MLP 784-2048-2048-10 on Fashion-MNIST, SGD with momentum 0.9, a learning rate that falls to 0 by
+a cosine. DDP would take hours on such a link, so its time is its step's median there times the steps that it needs, counted off
+the link; no evaluation is in it. In a run's time there is everything from its first step on, evaluations too. Accuracy is
+looked at after each epoch, on both sides. Each part adds a line to the records, and `report` reads them: the newest of a kind.
 """
 
 from __future__ import annotations
@@ -18,89 +23,167 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from tests.network import Network
+from benchmarks.models import mlp
+from paceline.tensors.codecs import parse
+from tests.network import Machine, Network
 
 ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results" / "thin-link.jsonl"
 PACELINE = [sys.executable, "-m", "paceline"]
 SCRIPT = str(ROOT / "benchmarks" / "thin_link_script.py")
 PATIENCE_S = 3600.0
+OFF = "off"
+"""The rate of a link that is as fast as it can be."""
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), **more}
 
 
-def ddp_step_s(network: Network, steps: int) -> list[float]:
-    """Of DDP between the two machines."""
-    one, two = network.machine(1), network.machine(2)
+def ddp(machines: tuple[Machine, Machine], *words: str) -> list[Any]:
+    """What DDP between them says."""
     sides = [
         machine.popen(
-            [sys.executable, "-m", "benchmarks.thin_link_ddp", str(rank), one.address, str(steps)],
+            [sys.executable, "-m", "benchmarks.thin_link_ddp", str(rank), machines[0].address, *words],
             cwd=ROOT,
-            env=environment() | {"GLOO_SOCKET_IFNAME": "eth0"},
+            env=environment(GLOO_SOCKET_IFNAME="eth0"),
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, machine in enumerate((one, two))
+        for rank, machine in enumerate(machines)
     ]
     said = [side.communicate(timeout=PATIENCE_S)[0] for side in sides]
-    return [float(line) for line in said[0].split()]
+    assert not any(side.returncode for side in sides), "DDP has failed"
+    return [json.loads(line) for line in said[0].splitlines()]
 
 
-def off_the_link(folder: Path, strategy: str, target: float, epochs: int) -> dict[str, Any]:
-    flags = ["--runs", str(folder), "--name", "off", "-n", "2", "--slots", "2", "--strategy", strategy]
-    command = [*PACELINE, "run", *flags, "--target", f"accuracy>={target}", SCRIPT, "2", str(epochs)]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
-    return dict(json.loads((folder / "off" / "summary.json").read_text()))
+def run(machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], *more: str) -> dict[str, Any]:
+    """A run between them: its curve of (steps, seconds, accuracy), and what its summary says."""
+    one, two = machines
+    with tempfile.TemporaryDirectory() as runs:
+        flags = ["--runs", runs, "--name", "it", "-n", "2", "--slots", "2", "--strategy", strategy, "--show", "none"]
+        flags += more
+        several = ["--machines", "2", "--listen", one.address]
+        options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "stdout": subprocess.DEVNULL}
+        going = one.popen([*PACELINE, "run", *flags, *several, SCRIPT, *words], **options)
+        folder = Path(runs) / "it"
+        join = ["--join", _address(folder, going), "--secret-file", str(folder / "secret"), "--runs", runs]
+        two.popen([*PACELINE, "agent", *join], **options)
+        assert going.wait(PATIENCE_S) == 0, "the run has failed"
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((folder / "summary.json").read_text())
+    curve = [[line["step"], round(line["time"] - lines[0]["time"], 2), line["accuracy"]] for line in lines]
+    told = (
+        "exit",
+        "recoveries",
+        "rounds",
+        "participants",
+        "drift",
+        "wire_bytes",
+        "compression",
+        "median_step_s",
+        "time_split",
+    )
+    return {"curve": curve, **{name: summary[name] for name in told if name in summary}}
 
 
-def on_the_link(network: Network, folder: Path, strategy: str, target: float, epochs: int) -> dict[str, Any]:
-    """The whole run, from its first step: its summary and events."""
-    one, two = network.machine(1), network.machine(2)
-    flags = ["--runs", str(folder), "--name", "on", "-n", "2", "--slots", "2", "--strategy", strategy]
-    several = ["--machines", "2", "--listen", one.address, "--target", f"accuracy>={target}"]
-    options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "stdout": subprocess.DEVNULL}
-    run = one.popen([*PACELINE, "run", *flags, *several, SCRIPT, "2", str(epochs)], **options)
-    events = folder / "on" / "events.jsonl"
-    address = ""
-    while not address:
-        assert run.poll() is None, "the run has ended before its other machine came"
+def sent(machines: tuple[Machine, Machine], strategy: str, steps: int) -> dict[str, Any]:
+    """Bytes a step, of both workers together: as the documents say, as the run counts, and as the link's ends do, with the
+    headers of all packets and the run's whole start."""
+    codec, shapes = parse(strategy.partition("+")[2]), [param.shape for param in mlp().parameters()]
+    found = run(machines, strategy, ("64", "1", "0.05"), "--steps", str(steps))
+    link = sum(machine.sent_bytes for machine in machines)
+    return {
+        "strategy": strategy,
+        "steps": steps,
+        "stated": 2 * codec.nbytes(shapes),
+        "counted": round(found["wire_bytes"] / steps),
+        "on_link": round(link / steps),
+        "fp32": 2 * 4 * sum(map(prod, shapes)),
+    }
+
+
+def _address(folder: Path, going: subprocess.Popen[Any]) -> str:
+    """Where it waits for its other machine."""
+    events = folder / "events.jsonl"
+    while True:
+        assert going.poll() is None, "the run has ended before its other machine came"
+        for line in events.read_text().splitlines() if events.exists() else []:
+            if '"awaiting"' in line:
+                return str(json.loads(line)["address"])
         time.sleep(0.05)
-        lines = events.read_text().splitlines() if events.exists() else []
-        address = next((json.loads(line)["address"] for line in lines if '"awaiting"' in line), "")
-    secret = str(folder / "on" / "secret")
-    two.popen([*PACELINE, "agent", "--join", address, "--secret-file", secret, "--runs", str(folder)], **options)
-    assert run.wait(PATIENCE_S) == 0
-    return dict(json.loads((folder / "on" / "summary.json").read_text()))
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    words = (str(args.batch), str(args.epochs), str(args.lr))
+    record = {"part": args.part, "rate": args.rate, "batch": args.batch, "load": round(os.getloadavg()[0], 1)}
+    recipe = {"epochs": args.epochs, "lr": args.lr}
+    with Network(2) as network:
+        machines = network.machine(1), network.machine(2)
+        if args.rate != OFF:
+            machines[0].thin(args.rate)
+        if args.part == "steps":
+            return {**record, "step_s": ddp(machines, *words, str(args.steps + 1))[-1]}
+        if args.part == "ddp":
+            return {**record, **recipe, "curve": ddp(machines, *words)}
+        if args.part == "bytes":
+            return {**record, **sent(machines, args.strategy, args.steps)}
+        return {**record, **recipe, "strategy": args.strategy, **run(machines, args.strategy, words)}
+
+
+def report(records: list[dict[str, Any]], target: float) -> list[str]:
+    """A line for each run's newest record, beside DDP's newest on the same link."""
+    newest = {(each["part"], each["rate"], each.get("strategy")): each for each in records}
+    lines = [bytes_words(each) for each in newest.values() if each["part"] == "bytes"]
+    for mine in (each for each in newest.values() if each["part"] == "run"):
+        steps, other = newest.get(("steps", mine["rate"], None)), newest.get(("ddp", OFF, None))
+        reached = next(([n, s] for n, s, accuracy in mine["curve"] if accuracy >= target), None)
+        last = mine["curve"][-1]
+        words = f"{mine['rate']:8} {mine['strategy']}: {last[2]:.4f} after {last[0]} steps, {last[1]:.0f} s, "
+        words += f"{mine['wire_bytes'] / 1e6:.0f} MB, {mine['recoveries']} lost"
+        if steps is not None and other is not None and reached is not None:
+            needed = next((n for n, accuracy in other["curve"] if accuracy >= target), None)
+            step_s, whole = statistics.median(steps["step_s"]), other["curve"][-1][1]
+            assert needed is not None, "DDP never came to the target"
+            words += f"; {target} after {reached[0]} steps, {reached[1]:.1f} s. DDP: {whole:.4f}; {target} after {needed} steps "
+            words += f"of {step_s:.3f} s, {needed * step_s:.0f} s: {needed * step_s / reached[1]:.1f} times as long"
+        lines.append(words)
+    return lines
+
+
+def bytes_words(record: dict[str, Any]) -> str:
+    stated, counted, link, fp32 = (record[name] for name in ("stated", "counted", "on_link", "fp32"))
+    return (
+        f"{record['strategy']}: {counted} bytes a step of {record['steps']}, {counted / stated - 1:+.2%} of the {stated} stated, "
+        f"{counted / fp32:.4f} of fp32; {link} on the link with all headers, {link / stated - 1:+.2%}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit", help="of the link, as tc writes it")
+    parser.add_argument("part", choices=["steps", "ddp", "run", "bytes", "report"])
+    parser.add_argument("--rate", default=OFF, help="of the link, as tc writes it")
     parser.add_argument("--strategy", default="diloco:50+int8")
     parser.add_argument("--target", type=float, default=0.88)
-    parser.add_argument("--epochs", type=int, default=12, help="at most")
-    parser.add_argument("--ddp-steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64, help="of each worker")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=5, help="of DDP on the link, or of `bytes`")
+    parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
-        network.machine(1).thin(args.rate)
-        steps = ddp_step_s(network, args.ddp_steps)
-        print(
-            f"DDP on {args.rate}: {statistics.median(steps):.3f} s a step (of {', '.join(map(str, steps))})", flush=True
-        )
-        mine = on_the_link(network, Path(folder), args.strategy, args.target, args.epochs)
-        print(
-            f"{args.strategy} on {args.rate}: accuracy {mine['metrics']['accuracy']:.4f} after {mine['steps']} steps, "
-            f"{mine['wall_s']:.1f} s; {mine['wire_bytes'] / 1e6:.1f} MB sent, workers lost {mine['recoveries']}, {mine['exit']}",
-            flush=True,
-        )
-        other = off_the_link(Path(folder), "allreduce", args.target, args.epochs)
-        print(f"allreduce off the link: accuracy {other['metrics']['accuracy']:.4f} after {other['steps']} steps")
-        ddp_s = statistics.median(steps) * other["steps"]
-        print(f"DDP would take {ddp_s:.0f} s: {ddp_s / mine['wall_s']:.1f} times as long")
+    if args.part == "report":
+        records = [json.loads(line) for line in args.records.read_text().splitlines()]
+        print("\n".join(report(records, args.target)))
+        return
+    record = json.dumps(measured(args))
+    with open(args.records, "a") as file:
+        file.write(record + "\n")
+    print(record)
 
 
 if __name__ == "__main__":

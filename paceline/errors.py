@@ -62,3 +62,7 @@ class ResourceError(PacelineError):
 OWN_GROUP = (
     "the script starts torch.distributed itself; Paceline brings the workers together, so remove init_process_group()"
 )
+
+
+class TermEnded(Exception):
+    """A worker of this group is gone. What all have met for stands; the rest is for the next term."""

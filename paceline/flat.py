@@ -68,7 +68,7 @@ class Flat:
     @property
     def recovers(self) -> bool:
         """Whether the others can go on if this worker is lost now: where each has one share, not everywhere."""
-        return not self.known or (self._backwards < 2 and not self._session.apart)
+        return not self.known or (self._backwards < 2 and not self._session.ends_apart)
 
     @property
     def plan(self) -> Plan:

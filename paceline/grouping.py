@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -61,21 +62,27 @@ def _across_machines(session: Session, name: str) -> Peers:
 
 
 def _by_torch(session: Session, name: str) -> Peers:
-    from paceline.tensors.group import GroupPeers, gloo, nccl
+    from paceline.tensors.group import GroupPeers, abandon_all, built, gloo, nccl
 
-    rank, size, store = session.rank, session.workers, meeting_store(session, name)
-    control = gloo(PrefixStore("control", store), rank, size)
-    if transport(session) == "gloo":
-        data = gloo(PrefixStore("data", store), rank, size)
-        return GroupPeers(rank, size, data, control, session, torch.device("cpu"))
-    data = nccl(PrefixStore("data", store), rank, size)
-    return GroupPeers(rank, size, data, control, session, session.device)
+    abandon_all()
+    rank, size, by_nccl = session.rank, session.workers, transport(session) == "nccl"
+    device = session.device if by_nccl else torch.device("cpu")
+    connect = meeting_store(session, name)
+
+    def make() -> tuple[Any, Any]:
+        store = connect()
+        control, data = PrefixStore("control", store), PrefixStore("data", store)
+        return nccl(data, rank, size, device) if by_nccl else gloo(data, rank, size), gloo(control, rank, size)
+
+    data, control = built(make, session, (rank + 1) % size)
+    return GroupPeers(rank, size, data, control, session, device)
 
 
-def meeting_store(session: Session, name: str) -> Store:
-    """A store on a port of its own choosing, hosted by worker 0 and announced through the agent."""
+def meeting_store(session: Session, name: str) -> Callable[[], Store]:
+    """A store on a port of its own choosing, hosted by main and announced through the agent. Connecting to it may wait."""
     if session.is_main:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         session.ask(Put(f"{name}/store", str(store.port)))
-        return store
-    return TCPStore("127.0.0.1", int(session.fact(f"{name}/store")), is_master=False, wait_for_workers=False)
+        return lambda: store
+    port = int(session.fact(f"{name}/store"))
+    return lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

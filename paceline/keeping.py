@@ -95,11 +95,12 @@ class Keeping:
         self._last = stepper.step
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
-    def common(self, samples: int) -> Snapshot:
-        """What replicas that train apart have in common behind an exchange; the run had so many samples then."""
+    def common(self, samples: int, whole: bool = False) -> Snapshot:
+        """What replicas that train apart have in common behind an exchange; the run had so many samples then. With this
+        one's own, if somebody is to go on from it."""
         run, receipts = self._run, [list(receipt) for receipt in self.ledger.recent]
         state = {"strategy": run._strategy.capture(), "samples": samples, "stopped": run.stopped, "receipts": receipts}
-        return Snapshot(state)
+        return Snapshot({**state, "replica": run._replica.capture()} if whole else state)
 
     def catch_up(self, common: Snapshot) -> None:
         """This worker has missed that exchange."""
@@ -191,11 +192,12 @@ class Keeping:
         assert stepper is not None
         if not self._recorder.settle():
             self._owed = True
-        stops = bool(run.settings.checkpoint_every and run.stopped)
-        if self._due or stops or stepper.agreed_term > run._session.view.term:
+        every = run.settings.checkpoint_every
+        if (every and (self._due or run.stopped)) or stepper.agreed_term > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         run.terms.boundary(stepper.agreed_term, self)
-        self.checkpoint_if_due()
+        if every:
+            self.checkpoint_if_due()
 
     @property
     def _due(self) -> bool:

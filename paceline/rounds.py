@@ -5,6 +5,10 @@ Behind each exchange a replica leaves its whole state in a locker (`state.locker
 the locker over and trains the rest from there: the same samples, the same random numbers, the same bits. The others see
 nothing of that until they meet; there they wait for it. One that died behind an exchange, before its state was in the
 locker, has missed that exchange when it comes again: it takes what the others have had behind it.
+
+With `--on-death drop` they go on without one that is lost for long (`attendance`): before the exchange they train the shares
+that it had in this round, and from then on its part of every batch. Whoever takes its place later sits out until it
+is at an exchange with the others, has nothing to bring there, and is in from then on.
 """
 
 from __future__ import annotations
@@ -13,38 +17,27 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from paceline.cluster.board import Phase
-from paceline.data.loader import Feed
+from paceline.data.loader import Feed, Share
 from paceline.data.order import mix
+from paceline.data.pieces import NOTHING
 from paceline.data.random import IN_SHARE, set_seed
-from paceline.data.receipts import OWN_DRAWS, SAMPLES, Loose, Receipt, Tally, settled, table
+from paceline.data.receipts import NO_TALLY, OWN_DRAWS, Loose, Receipt, Tally
+from paceline.errors import UsageError
+from paceline.exchanges import Exchanges
+from paceline.session import user_line
 from paceline.state.lockers import Locker
 from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch
-from paceline.tensors.peers import TermEnded
-from paceline.tensors.tree import Plan
+from paceline.strategies.presence import Deal, owed, taken_over
 
 if TYPE_CHECKING:
     from paceline.run import Run
     from paceline.steps import Stepper
     from paceline.strategies.averaging import Averaging, Gift
 
-_WORDS, _STATES, _SHIPPED = mix(501), mix(503), mix(504)
+_STATES = mix(503)
 _POLL_S = 0.001
-
-
-class Word(msgspec.Struct, array_like=True):
-    """What a replica says before an exchange."""
-
-    rounds: int
-    slot: int
-    stop: int
-    term: int
-    drift: float
-    receipts: list[list[int]]
-    """Of the steps that it has trained since the last one: its own shares."""
 
 
 class Rounds:
@@ -56,9 +49,10 @@ class Rounds:
         self._given: Gift | None = None
         """What is exchanged now, if the result is not in yet."""
         self._receipts: list[Receipt] = []
-        self._left = False
-        self._samples = 0
-        """Of the whole run, at the last exchange."""
+        self._left = self._in_loop = False
+        self._feed: Feed | None = None
+        """Of the loop in hand."""
+        self._exchanges = Exchanges(run, strategy, stepper)
         stepper.stop_code, stepper.delivered = int, self._delivered
         if not self._session.joining:
             self._take_slot([self._session.rank, *range(self._slots)])
@@ -73,11 +67,12 @@ class Rounds:
             session.check_run()
             time.sleep(_POLL_S)
             free = next((slot for slot in slots if self._locker(slot).claim()), None)
-        self.slot, self._stepper.mine = free, [free]
+        self.slot = self._exchanges.slot = free
+        self._stepper.mine = [free]
 
     def begin(self) -> None:
         """Whoever dies from now on has left a state."""
-        self._samples = self._stepper.samples
+        self._exchanges.begin()
         if self._session.launched and self._locker(self.slot).empty:
             self._keep()
 
@@ -87,11 +82,23 @@ class Rounds:
         session.row.enter(Phase.JOINING)
         session.needed()
         self._take_slot([slot for slot in range(self._slots) if not self._locker(slot).empty] or range(self._slots))
-        self._run._keeping.restore(Snapshot.read(self._first_state()))
-        self._samples = self._stepper.samples
+        self._run._keeping.restore(self._first_state())
+        self._exchanges.begin()
         session.row.enter(Phase.SCRIPT)
 
-    def _first_state(self) -> memoryview:
+    def _first_state(self) -> Snapshot:
+        """What this replica has left; or the others, if they have gone on without it."""
+        own, others = self._locker(self.slot), [self._locker(k) for k in range(self._slots) if k != self.slot]
+        if self._exchanges.attendance.drops:
+            there = [locker for locker in others if not locker.empty]
+            ahead = [locker for locker in there if own.empty or locker.rounds > own.rounds]
+            if ahead:
+                theirs = Snapshot.read(max(ahead, key=lambda locker: locker.rounds).copied())
+                if self.slot not in (theirs.tree["strategy"]["present"] or range(self._slots)):
+                    return theirs
+        return Snapshot.read(self._own_state())
+
+    def _own_state(self) -> memoryview:
         """One that died before it had left any began as all others did."""
         while True:
             for locker in (self._locker(slot) for slot in (self.slot, *range(self._slots))):
@@ -116,7 +123,12 @@ class Rounds:
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
         run, stepper = self._run, self._stepper
         self.come_together()
-        epoch = stepper.epoch
+        if self._exchanges.attendance.drops and feed.steps is None:
+            raise UsageError(
+                f"{user_line()}: --on-death drop with an IterableDataset: nobody could read a lost replica's items again; make it "
+                "map-style, or leave --on-death out"
+            )
+        epoch, self._feed, self._in_loop = stepper.epoch, feed, True
         number = run._feeding.position(loader, epoch)
         stepper.gaps.begin()
         self._session.left = None
@@ -128,7 +140,7 @@ class Rounds:
                 batch = Batch(stepper, feed, loader, epoch, number)
                 if batch.sizes is not None and not any(batch.sizes) and feed.steps is None:
                     break
-                share = batch.share(self.slot)
+                share = None if self._exchanges.sits_out else batch.share(self.slot)
                 stepper.split.data += time.perf_counter() - start
                 self._begin_step(batch, start)
                 if share is not None:  # else it has no sample of this batch, and sits the step out
@@ -136,174 +148,158 @@ class Rounds:
                 stepper.end()
                 number += 1
                 run._feeding.positions_at(loader, epoch, number)
-                self._at_boundary()
-            self._close()
+                yield from self._for_others(self._receipts[-1])
+                yield from self._at_boundary()
+            yield from self._close()
         except GeneratorExit:
             if stepper.abandon():
                 run._feeding.positions_at(loader, epoch, number + 1)
             self._left = True
             raise
         finally:
+            self._feed, self._in_loop = None, False
             feed.stop()
 
     def over_steps(self, count: int) -> Iterator[int]:
         run, stepper = self._run, self._stepper
         self.come_together()
         stepper.gaps.begin()
-        limit = run.settings.steps
+        limit, self._in_loop = run.settings.steps, True
         try:
             for number in range(stepper.step, min(count, limit or count)):
                 self._begin_step(None, time.perf_counter())
-                yield number
+                if not self._exchanges.sits_out:
+                    yield number
                 stepper.end()
-                self._at_boundary()
+                yield from self._for_others(self._receipts[-1])
+                yield from self._at_boundary()
                 if run.stopped:
                     break
-            self._close()
+            yield from self._close()
         except GeneratorExit:
             stepper.abandon()
             self._left = True
             raise
+        finally:
+            self._in_loop = False
 
     def _begin_step(self, batch: Batch | None, since: float) -> None:
         stepper = self._stepper
         stepper.begin(batch, since)
-        stepper.slot = self.slot
-        set_seed(mix(self._run.settings.seed, IN_SHARE, stepper.step, 0, self.slot), self._run.device)
+        stepper.slot = stepper.mine[0]
+        set_seed(mix(self._run.settings.seed, IN_SHARE, stepper.step, 0, stepper.slot), self._run.device)
 
     def _delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
         stepper = self._stepper
         loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
+        tally = NO_TALLY if self._exchanges.sits_out else tally
         self._receipts.append(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
         self._strategy.trained(tally.samples)
 
-    def _at_boundary(self) -> None:
+    # shares of a replica that the run has gone on without
+
+    def _for_others(self, done: Receipt) -> Iterator[Any]:
+        """What falls to this replica in a step that it has done, beside its own share."""
+        for slot in taken_over(done.step, self.slot, self._slots, self._exchanges.attendance.deal):
+            yield from self._stand_in(done, slot)
+
+    def _make_up(self, before: Deal) -> Iterator[Any]:
+        """The same in all steps of this round, once it is dealt anew."""
+        done = {receipt.step: receipt for receipt in self._receipts}
+        for step, slot in owed(done, self.slot, self._slots, before, self._exchanges.attendance.deal):
+            yield from self._stand_in(done[step], slot)
+
+    def _stand_in(self, done: Receipt, slot: int) -> Iterator[Any]:
+        """Train the share that another slot had in a step that is done."""
+        stepper, at = self._stepper, self._stepper.step
+        batch = Batch(stepper, self._feed, done.loader, done.epoch, done.batch) if self._feed is not None else None
+        share = batch.share(slot) if batch is not None else Share(done.step, NOTHING.ids)
+        if share is None:
+            return
+        stepper.step, stepper.mine = done.step, [slot]
+        try:
+            self._begin_step(batch, time.perf_counter())
+            yield share.value
+        finally:  # also if the script leaves its loop here
+            tally = stepper.tally_alone()
+            self._receipts.append(Receipt(done.step, done.epoch, done.loader, done.batch, *tally))
+            self._strategy.trained(tally.samples, steps=0)
+            stepper.step, stepper.mine = at, [self.slot]
+            stepper.end_turn(at)
+
+    # the end of a round
+
+    def _at_boundary(self) -> Iterator[Any]:
         """A step is over."""
         step, rhythm = self._stepper.step, self._strategy.rhythm
         if step == self._run.settings.steps:
-            self._close()
+            yield from self._close()
             return
         if rhythm.overlap and self._given is not None and rhythm.takes(step):
-            self._meet()
+            yield from self._meet()
         fragment = rhythm.gives(step)
         if fragment is not None:
             self._given = self._strategy.give(fragment)
             if not rhythm.overlap:
-                self._meet()
+                yield from self._meet()
 
     def come_together(self) -> None:
         """The script has left a loop in the middle."""
         if self._left:
             self._left = False
-            self._close()
+            for _ in self._close():
+                raise AssertionError("a share is to be trained, and there is no loop")
 
-    def _close(self) -> None:
+    def _close(self) -> Iterator[Any]:
         """Everybody's weights are the same behind this, whatever has been trained since they were last."""
         if self._given is not None:
-            self._meet()
+            yield from self._meet()
         if self._strategy.apart:
             self._given = self._strategy.give(None)
-            self._meet()
+            yield from self._meet()
 
     def collect(self) -> None:
         return
 
     # an exchange
 
-    def _meet(self) -> None:
-        """What was given is exchanged, and what became of it comes in."""
+    def _meet(self) -> Iterator[Any]:
+        """What was given is exchanged, and what became of it comes in; behind the shares that were dealt anew meanwhile."""
         gift, self._given = self._given, None
         assert gift is not None
+        deal = self._exchanges.attendance.deal
+        while not self._exchanged(gift):
+            self._strategy.withdraw(gift)
+            if self._exchanges.sits_out:
+                self._strategy.forget()
+            yield from self._make_up(deal)
+            deal, gift = self._exchanges.attendance.deal, self._strategy.give_again(gift)
+        self._receipts = []
+        if not self._exchanges.is_behind:
+            self._keep()
+        self._run._keeping.at_boundary()
+        self._session.at = f"the code after step {self._stepper.step}"
+
+    def _exchanged(self, gift: Gift) -> bool:
         stepper = self._stepper
         start, waited = time.perf_counter(), self._run.terms.meeting.waited_s
         self._session.row.enter(Phase.REDUCE)
         self._session.at = f"the exchange after step {stepper.step}"
-        self._exchange(gift)
-        self._receipts = []
-        self._keep()
+        # Outside a loop nobody could train a lost one's shares.
+        least = self._run.settings.min_workers if self._in_loop else self._slots
+        done = self._exchanges.exchange(gift, self._receipts, least)
         wait = self._run.terms.meeting.waited_s - waited
         spent = time.perf_counter() - start
         stepper.split.wait += wait
         stepper.split.communication += spent - wait
         stepper.split.total += spent
-        self._run._keeping.at_boundary()
-        self._session.at = f"the code after step {stepper.step}"
-
-    def _exchange(self, gift: Gift) -> None:
-        """Meet the others for it, and take what became of it."""
-        terms, strategy = self._run.terms, self._strategy
-        terms.catching_up = False
-        while True:
-            try:
-                if self._session.joining:
-                    terms.come_in()
-                terms.refill(self._slots, None)
-                words = self._said()
-                newest = max(word.rounds for word in words)
-                if any(word.rounds < newest for word in words):
-                    common = self._shipped([word.rounds for word in words].index(newest))
-                    if strategy.rounds < newest:
-                        self._catch_up(gift, common)
-                        return
-                    continue  # it trains until it is here again
-                strategy.exchange(gift, self.slot, Plan(self._slots, tuple(((w.slot, w.slot + 1),) for w in words)))
-                break
-            except TermEnded:
-                terms.next()
-        terms.committed(self._stepper.step)
-        strategy.take(gift, self._own_part(gift))
-        self._settle(words)
-
-    def _own_part(self, gift: Gift) -> float:
-        """What this replica's weights count for beside what all have come to; nothing, where everything is exchanged."""
-        return self._strategy.rhythm.mix if len(gift.fragments) < self._strategy.rhythm.fragments else 0.0
-
-    def _said(self) -> list[Word]:
-        run = self._run
-        stop, term = run._stopping.code(self._stepper.step, run.metrics), self._session.next_term
-        receipts = settled(self._receipts).tolist()
-        mine = Word(self._strategy.rounds, self.slot, stop, term, self._strategy.drift, receipts)
-        said = run.terms.peers.gather(_WORDS, msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(word, type=Word) for word in said]
-
-    def _settle(self, words: list[Word]) -> None:
-        """All have met: each step that they have trained since is whole now."""
-        run, stepper = self._run, self._stepper
-        columns = table([receipt for word in words for receipt in word.receipts]).reshape(
-            len(words), -1, len(Receipt._fields)
-        )
-        for shares in columns.swapaxes(0, 1):
-            step, epoch, loader, batch = shares[0, :SAMPLES].tolist()
-            tally = Tally.total(shares[:, SAMPLES:])
-            self._samples += tally.samples
-            if run._keeping.ledger.add(Receipt(step, epoch, loader, batch, *tally)) and run.is_main:
-                run._keeping.ledger.write()
-        stepper.samples = self._samples
-        stepper.agreed_term = min(word.term for word in words)
-        codes = [word.stop for word in words]
-        if any(codes) and not run.stopped:
-            run._stopping.settle(codes, stepper.step)
-
-    def _shipped(self, giver: int) -> Snapshot:
-        """What all have had in common behind the last exchange, from one who has had it."""
-        mine = self._run.terms.peers.rank == giver
-        said = self._run.terms.peers.gather(
-            _SHIPPED, self._run._keeping.common(self._samples).to_bytes() if mine else b""
-        )
-        return Snapshot.read(memoryview(said[giver]))
-
-    def _catch_up(self, gift: Gift, common: Snapshot) -> None:
-        """The others have had this exchange, and wait in the next one."""
-        self._strategy.catch_up(gift, self.slot, self._slots, self._own_part(gift), common.tree["strategy"])
-        self._run._keeping.catch_up(common)
-        self._samples = self._stepper.samples
-        self._stepper.agreed_term = self._session.view.term
-        self._run.terms.catching_up = True  # until the next exchange: what is met before, they have met
+        return done
 
     # checkpoints
 
     def states(self) -> list[bytes]:
-        """Every replica's, in the order of slots, for main; all meet for that."""
+        """Every replica's, in the order of slots, for main; all meet for that. Who takes the place of a lost one begins as
+        main."""
         session = self._session
         if not session.launched:
             return []
@@ -315,4 +311,7 @@ class Rounds:
         if not self._run.is_main:
             return []
         found = {int.from_bytes(said[:8], "little"): said[8:] for said in brought}
-        return [found[slot] or bytes(self._locker(slot).look()) for slot in sorted(found)]
+        return [
+            found.get(slot) or bytes(self._locker(slot if slot in found else self.slot).look())
+            for slot in range(self._slots)
+        ]

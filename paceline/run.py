@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from paceline import checks, evaluation, grouping, strategies, survival
+from paceline import checks, evaluation, strategies, survival
 from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
@@ -44,7 +44,7 @@ from paceline.summary import summarise
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_SUMMARY_WRITTEN, _LAID, _BARRIER, _WAITS = mix(0), mix(209), mix(210), mix(211)
+_SUMMARY_WRITTEN, _LAID, _BARRIER, _WAITS, _SENT = mix(0), mix(209), mix(210), mix(211), mix(212)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -290,9 +290,7 @@ class Run:
         if self._stepper is None:
             self._stepper = self._attach()
             if self.is_main and self._session.workers > 1:
-                self._session.notice(
-                    survival.words(grouping.transport(self._session), self.settings, socket.gethostname())
-                )
+                self._session.notice(survival.words(self.settings, socket.gethostname()))
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
         if self._session.joining:
@@ -442,12 +440,13 @@ class Run:
         """Main writes the summary, and all wait until it has: if it dies before, another one does."""
 
         def tell() -> None:
-            waits = self._who_waited()
+            waits, wire_bytes = self._who_waited(), self._wire_bytes()
             if self.is_main:
                 if self._feeding.loop is not None:
                     self._feeding.loop.collect()
                 self._keeping.ledger.close()
-                summarise(self, digest, "failed" if self._failed else self.stopped or "finished", waits)
+                exit = "failed" if self._failed else self.stopped or "finished"
+                summarise(self, digest, exit, waits, wire_bytes)
             self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
 
         self.terms.through(tell)
@@ -462,6 +461,13 @@ class Run:
         members = self._session.view.members if meeting.size > 1 else (self._session.worker,)
         waits = zip(members, (msgspec.msgpack.decode(raw, type=dict[int, float]) for raw in said), strict=True)
         return {worker: each for worker, each in waits if each}
+
+    def _wire_bytes(self) -> int:
+        """What all who are here have sent."""
+        mine = self._strategy.wire_bytes if self._stepper is not None else 0
+        return sum(
+            int.from_bytes(said, "little") for said in self.terms.meeting.gather(_SENT, mine.to_bytes(8, "little"))
+        )
 
     def finish(self) -> None:
         """End the run: agree that all replicas are equal, write the summary. Automatic at exit."""

@@ -91,7 +91,10 @@ class Session:
         """The checkpoint that this run goes on from, until it has."""
         self.link: LeaderLink | None = None
         self.apart = False
-        """Whether the run may be on several machines: in all its terms, whichever its group's kind is then."""
+        """Whether the run may be on several machines."""
+        self.ends_apart = False
+        """Whether a death may end a term for some a meeting later than for others: so in all terms of the run, whichever
+        its group's kind is then."""
         self.hands_over = True
         """Whether a newcomer is given the run's state at a place where all wait for that. Not on several machines, where it
         heals behind the others; unless the parameters are at servers: then there is little to give."""
@@ -124,6 +127,7 @@ class Session:
             # A machine's notice that it goes down: leave at a step's end.
             signal.signal(signal.SIGTERM, lambda signum, frame: self.row.wishes_to_leave())
         self.device = _device(self.settings)
+        self.ends_apart = self.apart or (self.launched and grouping.transport(self) != "shm")
         torch.set_num_threads(self.settings.threads)
 
     def _listen(self, ticket: Ticket) -> None:
@@ -265,10 +269,30 @@ class Session:
                     f"a flat loop with {needed} slots, and only {self.board.reach} workers will be there. Add the inner loop "
                     "`for x, y in run.slots():` around forward and backward: then any number of workers will do"
                 )
-            if self.board.unled_s > self.settings.grace:
-                raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
+            self._give_up_unled()
             time.sleep(_POLL_S)
         return term
+
+    def await_change(self, until: float | None, least: int) -> None:
+        """Until a change of the view is announced, a member is gone, or it is so late on the monotonic clock. None: however
+        late, because the run does not go on with fewer than `least`."""
+        members = self.view.members
+        while self.board.next_term <= self.view.term and not (self.overtaken or any(map(self.board.gone, members))):
+            if until is not None and time.monotonic() >= until:
+                return
+            self.row.enter(Phase.REFILL)
+            self.check_run()
+            if until is None and self.board.reach < least:
+                raise PeerLostError(
+                    f"{len(members)} replicas are left, and the run goes on with {least} or more: only {self.board.reach} workers will "
+                    "be there. Pass a smaller --min-workers, or go on from a checkpoint, if there is one (`paceline resume`)"
+                )
+            self._give_up_unled()
+            time.sleep(_POLL_S)
+
+    def _give_up_unled(self) -> None:
+        if self.board.unled_s > self.settings.grace:
+            raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
 
     def await_guests(self, trainers: list[int]) -> bool:
         """Whether some who have trained here are not in the view; until a change of it is announced, or a member is gone."""
@@ -287,9 +311,9 @@ class Session:
 
     @property
     def next_term(self) -> int:
-        """The term that this worker would enter at the step's end. On several machines one whose view is over agrees to
+        """The term that this worker would enter at the step's end. Where terms end apart, one whose view is over agrees to
         none: the others might enter that while it is on its way to the one that followed."""
-        return 0 if self.apart and self.overtaken else self.board.next_term
+        return 0 if self.ends_apart and self.overtaken else self.board.next_term
 
     def enter(self, term: int) -> View:
         """The view that all have agreed to enter now; a member that is not in it leaves the run."""
@@ -349,11 +373,11 @@ class Session:
         return grouping.build(self)
 
     def fact(self, key: str) -> str:
-        """What another worker of this view has told. On several machines it may be gone before it does."""
+        """What another worker of this view has told. It may be gone before it does."""
 
         def check() -> None:
             self.check_run()
-            if self.apart:
+            if self.ends_apart:
                 self._check_term()
 
         answer, _ = self.ask(Get(key), check)
@@ -424,7 +448,7 @@ class Session:
         self.check_own_place()
         if self.board.abort:
             raise PeerLostError(f"gave up waiting for worker {worker}: the run is stopping")
-        if self.apart:
+        if self.ends_apart:
             self._check_term()
         elif self.board.gone(worker):
             raise TermEnded(f"worker {worker} is gone")
@@ -433,7 +457,7 @@ class Session:
             self.row.waits_for(worker)
 
     def _check_term(self) -> None:
-        """On several machines: whoever is waited for, and not because somebody is gone, who may have left as agreed."""
+        """Where terms end apart: whoever is waited for, and not because somebody is gone, who may have left as agreed."""
         if self.overtaken:
             raise TermEnded(f"term {self.view.term} is over")
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "bf16", "fp16")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
+ON_DEATH = ("replay", "drop")
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -57,6 +58,11 @@ class Settings:
     keep: int = _setting(3, "how many checkpoints to keep")
     lease: float = _setting(3.0, "seconds for which a process may be frozen before it counts as lost")
     grace: float = _setting(60.0, "seconds that workers train on without a coordinator before they stop")
+    on_death: str = _setting(
+        "replay", "of a replica that trains apart: replay what it has trained, or drop it and go on with the others"
+    )
+    drop_after: float = _setting(5.0, "seconds for which the others wait for a lost replica before they drop it")
+    min_workers: int = _setting(2, "replicas without which a run that drops lost ones waits for another worker")
     steps: int = _setting(0, "stop after this many steps (0: no limit)")
     epochs: int = _setting(0, "train this many epochs instead of the script's own number (0: the script's)")
     seconds: float = _setting(0.0, "stop after this many seconds (0: no limit)")
@@ -106,6 +112,8 @@ def _check(s: Settings) -> None:
         ("keep", 1),
         ("lease", 0.1),
         ("grace", 1),
+        ("drop_after", 0),
+        ("min_workers", 1),
         ("shm_limit", 0),
     ):
         value = getattr(s, name)
@@ -113,10 +121,15 @@ def _check(s: Settings) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be a number; it is {value!r}")
         if value < least:
             raise UsageError(f"--{name.replace('_', '-')} must be {least} or more; it is {value}")
-    for name, known in (("precision", PRECISIONS), ("transport", TRANSPORTS), ("device", DEVICES)):
+    for name, known in (
+        ("precision", PRECISIONS),
+        ("transport", TRANSPORTS),
+        ("device", DEVICES),
+        ("on_death", ON_DEATH),
+    ):
         if getattr(s, name) not in known:
             near = did_you_mean(getattr(s, name), known)
-            raise UsageError(f"--{name} {getattr(s, name)!r} is none of: {', '.join(known)}{near}")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(s, name)!r} is none of: {', '.join(known)}{near}")
     if s.target:
         Target.parse(s.target)
     _check_machines(s)
@@ -142,8 +155,23 @@ def _check_strategy(s: Settings) -> None:
             f"--servers {s.servers}: --strategy {s.strategy} has all variables at one server; leave it out, or pass "
             "--strategy ps"
         )
+    if s.on_death == "drop":
+        _check_drop(s, entry)
     if s.listen and entry.name == "Federated":
         raise UsageError("--strategy federated is for one machine so far; leave --listen out")
+
+
+def _check_drop(s: Settings, entry: Entry) -> None:
+    if not entry.apart:
+        raise UsageError(
+            f"--on-death drop is for replicas that train apart; with --strategy {s.strategy} nothing of a lost worker is missed, "
+            "as the others do its share: leave it out"
+        )
+    if s.min_workers > s.workers:
+        raise UsageError(
+            f"--min-workers {s.min_workers} of {s.workers}: a run that would wait from its first step on; pass -n {s.min_workers}, or "
+            f"--min-workers {s.workers}"
+        )
 
 
 def _strategy_of(s: Settings) -> Entry:

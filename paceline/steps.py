@@ -209,18 +209,19 @@ class Stepper:
             self.flat.end()
 
     def _count_step(self, now: float) -> None:
-        delivered: Tally | Loose | None = self._delivered
-        if delivered is None:  # nobody was met: this worker's share is the batch
-            slot = self.mine[0]
-            if self._taken:  # in pieces
-                delivered = tally(self._taken.values())
-            else:
-                delivered = loose_tally(own_draw(slot) if self.batch is None else self.batch.taken(slot))
+        delivered = self._delivered or self.tally_alone()
         self.samples += delivered.samples
         self.delivered(self.batch, delivered)
         self.step += 1
         self.gaps.step(now)
         self._row.progress(self.step, self.epoch, self.samples)
+
+    def tally_alone(self) -> Tally | Loose:
+        """What was trained where nobody was met: this worker's share is the batch."""
+        if self._taken:  # in pieces
+            return tally(self._taken.values())
+        slot = self.mine[0]
+        return loose_tally(own_draw(slot) if self.batch is None else self.batch.taken(slot))
 
     def abandon(self) -> bool:
         """The script left the loop in the middle of a step; whether that step was trained."""

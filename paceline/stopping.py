@@ -25,6 +25,8 @@ class Stopping:
         self._started = time.monotonic()
         self._rules, self._grace = StopRules.of(session.settings), session.settings.grace
         self._ruled = self._rules != StopRules()
+        self._led = session.launched
+        """Whether there is anybody outside who could ask."""
         self._asked: str | None = None
         self._due: str | None = None
         self.reason: str | None = None
@@ -42,11 +44,12 @@ class Stopping:
             self._due = self._rules.due(steps, time.monotonic() - self._started, mine)
         if self._asked:
             return _ASKED
-        board = self._session.board
-        if stop := board.stop:
-            return _FROM_OUTSIDE + stop
-        if board.unled_s > self._grace:
-            return _ALONE
+        if self._led:
+            board = self._session.board
+            if stop := board.stop:
+                return _FROM_OUTSIDE + stop
+            if board.unled_s > self._grace:
+                return _ALONE
         return _RULE if self._due else 0
 
     def settle(self, codes: list[int], step: int) -> None:

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from paceline.run import Run
 
 
-def summarise(run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[int, float]]) -> dict[str, Any]:
-    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds."""
+def summarise(
+    run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[int, float]], wire_bytes: int
+) -> dict[str, Any]:
+    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds;
+    `wire_bytes`: what the workers have sent."""
     session, stepper = run._session, run._stepper
     wall = time.monotonic() - run._started
     split = stepper.split.as_dict() if stepper else {}
@@ -41,6 +44,7 @@ def summarise(run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[in
         "shares_redone": stepper.redone if stepper else 0,
         "median_step_s": round(stepper.gaps.median_s, 6) if stepper else 0.0,
         "longest_gap_s": round(stepper.gaps.longest_s, 6) if stepper else 0.0,
+        "wire_bytes": wire_bytes,
         **(run._strategy.report() if stepper else {}),
     }
     if waits:

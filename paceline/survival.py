@@ -7,18 +7,20 @@ from paceline.strategies import find, split_codec
 from paceline.tensors.codecs import TABLE, read
 
 
-def words(transport: str, settings: Settings, machine: str) -> str:
-    """`transport` is how tensors move, `machine` the name of the one on which the run was started.
+def words(settings: Settings, machine: str) -> str:
+    """`machine` is the name of the one on which the run was started.
 
-    >>> words("shm", Settings(checkpoint_every=100), "node-1")
+    >>> words(Settings(checkpoint_every=100), "node-1")
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
-    >>> print(words("shm", Settings(servers=1, checkpoint_every=100), "node-1"))
+    >>> print(words(Settings(servers=1, checkpoint_every=100), "node-1"))
     any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
-    >>> print(words("shm", Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
+    >>> print(words(Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
     the run ends if a worker or a machine dies: on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 keeps nothing); then `paceline resume` goes on from a checkpoint
-    >>> print(words("shm", Settings(listen="10.0.0.1", servers=2, strategy="ssp:3+int8", store="etcd://e"), "node-1"))
+    >>> print(words(Settings(listen="10.0.0.1", servers=2, strategy="ssp:3+int8", store="etcd://e"), "node-1"))
     any process and any machine of this run may die; what ssp:3+int8 has kept for a worker is lost with it; if all do, it is lost: give --checkpoint-every N
-    >>> print(words("shm", Settings(servers=2, replicas=1), "node-1"))
+    >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", on_death="drop"), "node-1"))
+    any process of this run may die, and any machine but node-1; the run ends if node-1 dies (give --store etcd://…); then it is lost: give --checkpoint-every N
+    >>> print(words(Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
     back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
@@ -26,7 +28,7 @@ def words(transport: str, settings: Settings, machine: str) -> str:
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
     if settings.listen and keeps(settings):
         cost += f"; what {settings.strategy} has kept for a worker is lost with it"
-    if settings.listen and find(settings.strategy).apart:
+    if settings.listen and find(settings.strategy).apart and settings.on_death == "replay":
         first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
     elif settings.listen and keeps(settings) and not find(settings.strategy).free:
         first = (
@@ -40,12 +42,8 @@ def words(transport: str, settings: Settings, machine: str) -> str:
             f"any process of this run may die, and any machine but {machine}{cost}; the run ends if {machine} dies "
             "(give --store etcd://…); then"
         )
-    elif transport == "shm":
-        first = f"any process of this run may die{cost}; if the machine does,"
     else:
-        first = (
-            f"the run ends if a worker dies ({transport}; --transport shm outlives that); then, or if the machine does,"
-        )
+        first = f"any process of this run may die{cost}; if the machine does,"
     if settings.checkpoint_every:
         return f"{first} `paceline resume` goes on from a checkpoint"
     return f"{first} it is lost: give --checkpoint-every N"

@@ -7,8 +7,8 @@ they cannot go on with fewer, at the place where they all are (`refill`). On sev
 be handed over: the newcomer has got the state while they trained, and has come behind them (`healing`). Unless the
 parameters are at servers: then the rest is handed over as on one machine.
 
-Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. There,
-and in a run on several machines in any case, every group begins with a word from all on how far they are, and
+Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. In a run
+that has such groups every one begins with a word from all on how far they are, and
 who is behind gets what it missed (`tensors.remembering`): inside the wait that ended, so that its script sees
 nothing of it. The new group is then ready, and is entered at the same place by all: where they meet next; or
 behind the opening of the next reduce point, if somebody has opened it in the term before.
@@ -185,7 +185,7 @@ class Terms:
 
     def _ends_apart(self, group: Peers) -> bool:
         """Asked of the run too: one machine's group may follow that of several, and all must agree on what is said in it."""
-        return (self._session.apart and not self._session.joining) or not group.ends_together
+        return (self._session.ends_apart and not self._session.joining) or not group.ends_together
 
     def _sync(self, group: Peers, term: int) -> int:
         return self._past.sync(group, term) if self._ends_apart(group) else 0
@@ -235,18 +235,26 @@ class Terms:
         """Wait until there are `size` workers. Whoever comes gets the state of right now, if it needs one: all are at this
         place. Without one they begin here anew, and no point that some have opened is carried on."""
         if state is None:
-            self._past.opened = 0
+            self.begin_anew()
         while self.peers.size < size:
-            if self._session.apart and state is not None:
+            if self._session.ends_apart and state is not None:
                 raise UsageError(
                     "a worker is gone, and in a loop without run.slots() nobody else can compute its share where a run is on "
-                    "several machines. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
+                    "several machines, or --transport is gloo or nccl. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
                     "from a checkpoint (`paceline resume`)"
                 )
             try:
                 self._change(self._session.announced(size), state)
             except TermEnded:
                 self.next()
+
+    def begin_anew(self) -> None:
+        """No point that some have opened is carried on."""
+        self._past.opened = 0
+
+    def enter(self, term: int) -> None:
+        """All have agreed, at the place where they are, to enter this term; whoever comes has its state already."""
+        self._change(term, None)
 
     def _change(self, term: int, state: Stateful | None) -> None:
         """Enter an announced view, as all others do here."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import re
 import signal
@@ -101,6 +102,12 @@ class Machine:
     @property
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self.space, "eth0"), (self._switch, self._port)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What has left over its cable, with all headers."""
+        (device,) = json.loads(_ip("-n", self.space, "-s", "-j", "link", "show", "eth0"))
+        return int(device["stats64"]["tx"]["bytes"])
 
     def end_processes(self) -> None:
         """Of all that run here, whoever started them."""

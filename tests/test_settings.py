@@ -79,6 +79,14 @@ def test_settings_can_not_be_changed_afterwards() -> None:
         ({"device": "tpu"}, "'tpu' is none of: auto, cpu, cuda"),
         ({"strategy": "telepathy"}, r"unknown strategy 'telepathy'; there are: .*allreduce"),
         ({"target": "accuracy"}, "'accuracy' is no goal"),
+        ({"on_death": "drop"}, r"--on-death drop is for replicas .* --strategy allreduce .*: leave it out"),
+        (
+            {"on_death": "drop", "strategy": "ssp:3"},
+            r"--on-death drop is for replicas .* --strategy ssp:3 .*: leave it out",
+        ),
+        ({"on_death": "forget"}, r"--on-death 'forget' is none of: replay, drop"),
+        ({"on_death": "drop", "strategy": "local:4"}, r"--min-workers 2 of 1: .*; pass -n 2, or --min-workers 1"),
+        ({"strategy": "local:4", "drop_after": -1}, r"--drop-after must be 0 or more"),
     ],
 )
 def test_wrong_values_are_refused_with_a_way_out(flags: dict[str, object], says: str) -> None:

@@ -47,11 +47,13 @@ def command(run: str, workers: int | None, servers: int | None, show: str, runs:
     At any number of workers up to the run's slots, the weights come out as if nothing had happened.
     """
     from paceline.cli.run import start
+    from paceline.cluster.rendezvous import Rendezvous
 
     folder = RunFolder.find(runs, run)
     job = Job.read(folder)
     if job is None:
         raise UsageError(f"run {folder.id!r} was not started by `paceline run`: there is nothing to start again")
+    Rendezvous.refuse_if_alive(folder)
     checkpoint = checkpoint_of(folder)
     folder = RunFolder(folder.path.absolute())
     # Slots may have followed from the workers that it began with: they stay what they were.

@@ -19,7 +19,7 @@ from paceline.cluster.job import Job
 from paceline.errors import UsageError
 from paceline.faults.plan import Fault
 from paceline.launch.environment import visible_gpus
-from paceline.settings import DEVICES, PRECISIONS, TRANSPORTS, Settings, merge
+from paceline.settings import DEVICES, ON_DEATH, PRECISIONS, TRANSPORTS, Settings, merge
 from paceline.state.checkpoint import listed
 from paceline.watch.folder import RunFolder
 
@@ -68,6 +68,13 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--keep", type=int, help="How many checkpoints to keep.  [default: 3]")
 @click.option("--lease", type=float, help="Seconds a frozen process may stay in the run.  [default: 3]")
 @click.option("--grace", type=float, help="Seconds workers train on without a coordinator.  [default: 60]")
+@click.option(
+    "--on-death",
+    type=click.Choice(ON_DEATH),
+    help="Of a replica that trains apart: do again what it has trained, or go on without it.  [default: replay]",
+)
+@click.option("--drop-after", type=float, help="Seconds a lost replica is waited for before that.  [default: 5]")
+@click.option("--min-workers", type=int, help="Replicas without which the run waits instead.  [default: 2]")
 @click.option("--resume", type=click.Choice(["auto"]), help="auto: if --name has a checkpoint, go on from it.")
 @click.option("--steps", type=int, help="Stop after this many steps.")
 @click.option("--epochs", type=int, help="Train this many epochs instead of the script's number.")
@@ -163,6 +170,8 @@ def _reach(job: Job, folder: RunFolder) -> Any:
 
 def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder, str]:
     """The run's folder, and the checkpoint to go on from, if there is one and it is asked for."""
+    from paceline.cluster.rendezvous import Rendezvous
+
     if resume is None:
         return RunFolder.create(runs, name), ""
     if name is None:
@@ -170,6 +179,7 @@ def _folder(runs: Path, name: str | None, resume: str | None) -> tuple[RunFolder
     known = RunFolder(runs / name)
     if not known.path.exists():
         return RunFolder.create(runs, name), ""
+    Rendezvous.refuse_if_alive(known)
     return known, checkpoint_of(known) if listed(known.checkpoints) else ""
 
 
@@ -252,5 +262,3 @@ def _check_spares(job: Job) -> None:
         raise UsageError(
             "--spares with one worker: if it dies, nobody has the run's state to give to a spare; pass -n 2"
         )
-    if job.spares and not job.survives_deaths:
-        raise UsageError("--spares: groups of torch (Gloo, NCCL) do not survive a death; pass --transport shm")

@@ -34,7 +34,7 @@ from paceline.cluster.standby import Lead, Orphaned, stand_by
 from paceline.cluster.store import FencedError, LocalStore, Store, StoreGone, open_store
 from paceline.watch.folder import RunFolder
 
-REPLACEMENTS = 100
+REPLACEMENTS = 1000
 """How many workers a run may start anew before it makes do with those it has."""
 _DOOR = "door"
 

@@ -152,8 +152,11 @@ class Coordinator:
             return f"{workers} workers for {slots} slots: a run trains with 1 to {slots} workers"
         if find(self._strategy()).apart:
             return f"with --strategy {self._strategy()} each of the {slots} workers trains a replica of its own: there are {slots}"
-        if not self._job.survives_deaths:
-            return "this run cannot change its workers: it uses groups of torch (--transport gloo or nccl)"
+        more = workers - self.membership.reach
+        if more > self.membership.starts_left:
+            return (
+                f"{workers} workers: this run may start {self.membership.starts_left} more, and that would need {more}"
+            )
         if workers > self.journal.room:
             return f"{workers} workers, and the machines have places for {self.journal.room}: let another machine join"
         return ""
@@ -292,7 +295,7 @@ class Coordinator:
         if self._has_raised(worker):
             return  # told again: the leader that noted it did not come to say so
         why: str | None = ""
-        if failed.step >= 0 and self._job.survives_deaths:
+        if failed.step >= 0 and not self._job.dry_run:
             raised = Raised.of(worker, failed.summary, failed.step, failed.slot)
             why = why_it_ends(self.journal.raised, raised, len(self._who_remains_without(worker)))
             if why is None and not self.over:
@@ -331,7 +334,7 @@ class Coordinator:
             return self.journal.failure is None
         a_newcomer = number not in self.membership.settled.members
         given_up = a_newcomer and (code < 0 or code == OvertakenError.exit_code)
-        if not given_up and (code not in KILLS or not self._job.survives_deaths):
+        if not given_up and (code not in KILLS or self._job.dry_run):
             return False
         if phase == Phase.FINISHED:
             return True

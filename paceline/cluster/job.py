@@ -49,17 +49,6 @@ class Job:
         return " ".join(["paceline run", *(["-m"] if self.as_module else []), self.target, *self.arguments])
 
     @property
-    def survives_deaths(self) -> bool:
-        """Groups of torch (Gloo, NCCL) do not survive a member's death yet."""
-        settings = self.settings
-        if settings.listen:
-            return not self.dry_run
-        by_memory = settings.transport == "shm" or (
-            settings.transport == "auto" and (not self.gpus or settings.share_gpus)
-        )
-        return by_memory and not self.dry_run
-
-    @property
     def share_of_places(self) -> int:
         """How many workers each machine has a place for, if it does not say itself."""
         return -(-(self.workers + self.spares) // self.settings.machines)

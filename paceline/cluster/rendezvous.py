@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import sqlite3
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 ONE_MACHINE = Reach()
+_SUCCESSION_S = 0.3
+"""So long nobody may seem to lead while a standby takes over; and so long a resume waits where all were killed."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,20 @@ class Rendezvous:
         share the folder has those of others too, and of lost ones."""
         places = [Rendezvous.of(folder, machine) for machine in folder.machines() or [0]]
         return next((place for place in places if place.is_served), places[0])
+
+    @staticmethod
+    def refuse_if_alive(folder: RunFolder) -> None:
+        """Nobody may start a run again that goes on: it outlives its terminal, and two would write one folder."""
+        places = [Rendezvous.of(folder, machine) for machine in folder.machines()]
+        until = time.monotonic() + _SUCCESSION_S
+        while places:
+            if any(place.is_served for place in places):
+                raise UsageError(
+                    f"run {folder.id!r} is under way: `paceline attach {folder.id}` shows it, `paceline stop {folder.id}` ends it"
+                )
+            if time.monotonic() > until:
+                return
+            time.sleep(0.02)
 
     @property
     def is_served(self) -> bool:

@@ -9,14 +9,12 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.order import mix
-from paceline.data.random import next_draws, seeded, set_seed
+from paceline.data.random import set_known_seed, set_seed, untouched
 
 ORIGINAL = "_paceline_original"
 """Where a loader that the run has adopted keeps the class it had."""
 _COLLATE = 8  # keeps the seeds of collation apart from those of steps and items
 _KNOWN = 1
-with seeded(_KNOWN):
-    _UNTOUCHED = next_draws()
 
 
 class Seeded(Dataset[Any]):
@@ -45,16 +43,16 @@ class Seeded(Dataset[Any]):
         """A share, collated."""
         key, ids = tagged
         if self._quiet:
-            set_seed(_KNOWN)
+            set_known_seed(_KNOWN)
             share = self._collate(self._plain(ids))
-            if next_draws() == _UNTOUCHED:
+            if untouched():
                 return share
             self._quiet = False
         samples, seed = self._fetch(key, ids), mix(key, ids[0], _COLLATE)
         set_seed(seed)  # a collate_fn may draw too (masking, mixing)
         share = self._collate(samples)
         if self._quiet is None:
-            self._quiet = not (self._draws or _drawn_since(seed))
+            self._quiet = untouched() and not self._draws
         return share
 
     def _fetch(self, key: int, ids: list[int]) -> Any:
@@ -63,12 +61,12 @@ class Seeded(Dataset[Any]):
             set_seed(seed)
             samples = self._many(ids)
             if self._quiet is None:
-                self._draws = _drawn_since(seed)
+                self._draws = not untouched()
             return samples
         if not self._draws:
-            set_seed(_KNOWN)
+            set_known_seed(_KNOWN)
             samples = self._plain(ids)
-            if next_draws() == _UNTOUCHED:
+            if untouched():
                 return samples
             self._draws = True
         return [self[key, index] for index in ids]
@@ -79,13 +77,6 @@ class Seeded(Dataset[Any]):
             return self._many(ids)
         inner = self.inner
         return [inner[index] for index in ids]
-
-
-def _drawn_since(seed: int) -> bool:
-    """Whether a generator was drawn from since this seed was set."""
-    now = next_draws()
-    set_seed(seed)
-    return now != next_draws()
 
 
 def _as_it_is(share: Any) -> Any:

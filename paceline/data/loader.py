@@ -22,14 +22,13 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline.data.copies import ORIGINAL, Seeded, copy_of, with_sampler
 from paceline.data.dealing import Dealing
 from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
 from paceline.data.random import set_seed
-from paceline.data.values import leading_size
+from paceline.data.values import leading_size, pinned
 from paceline.errors import UsageError
 
 _END = object()
@@ -122,7 +121,7 @@ class MapFeed:
             value = self._collate(self._data[self._key, int(ids[0])])
         else:
             value = self._data.__getitems__((self._key, ids.tolist()))
-        return Share(pin_memory(value) if self._pin else value, ids)
+        return Share(pinned(value) if self._pin else value, ids)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         index = _any_id(self._shares, epoch, step)
@@ -231,7 +230,7 @@ class TensorFeed:
             return None
         rows = torch.from_numpy(ids)
         share = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
-        return Share([tensor.pin_memory() for tensor in share] if self._pin else share, ids)
+        return Share(pinned(share) if self._pin else share, ids)
 
     def stand_in(self, epoch: int, step: int) -> Any:
         first = _any_id(self._shares, epoch, step)

@@ -109,6 +109,16 @@ TABLE = {
         ":50,4",
         "as diloco, a fourth at a time",
     ),
+    "gossip": Entry(
+        "paceline.strategies.gossip",
+        "Gossip",
+        "with one other, drawn anew each time",
+        "every 4 steps",
+        "weights",
+        "P out and P in every 4 steps",
+        numbers=":4",
+        apart=True,
+    ),
     "federated": Entry(
         "paceline.strategies.federated",
         "Federated",

@@ -29,8 +29,6 @@ LANES = 8
 
 class AllReduce:
     same_bits, may_lag = True, False
-    _tells_bytes = True
-    """Whether each worker tells at a point what it has sent."""
 
     def __init__(self, text: str = "allreduce") -> None:
         """As it is written for --strategy."""
@@ -45,8 +43,8 @@ class AllReduce:
         self._old: dict[int, torch.Tensor] = {}
         self._zeroes_inside: dict[int, bool] = {}
         self._call = self._last_leaf = 0
-        self._sent_before = self._wire_bytes = 0
-        """What this worker had sent in groups before this one; what all had sent when they last met."""
+        self._sent_before = 0
+        """What this worker had sent in groups before this one."""
         self._older = False
         """Whether a flat backward was added to gradients that were there already."""
         self._build()
@@ -180,12 +178,10 @@ class AllReduce:
             self._overlap.close_point()
         with torch.no_grad():
             scale = self._scaled.scale if self._scaled else 1.0
-            own = [self._sent_before + self._peers.sent_bytes] if self._tells_bytes else []
-            outcome = self._reducer.commit(key, point.call, [*lanes, *own], self._mean, scale)
-            self._wire_bytes = int(outcome.rows[:, len(lanes) :].sum())
+            outcome = self._reducer.commit(key, point.call, lanes, self._mean, scale)
             self._views[point.call] = outcome.views
             self._give_back(outcome)
-        return outcome.rows[:, : len(lanes)]
+        return outcome.rows
 
     def _give_back(self, outcome: Outcome) -> None:
         replica, views = self._replica, outcome.views
@@ -246,9 +242,12 @@ class AllReduce:
     def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
+    @property
+    def wire_bytes(self) -> int:
+        return self._sent_before + self._peers.sent_bytes
+
     def report(self) -> dict[str, Any]:
-        """What the workers that met last had sent when they came there."""
-        return {"wire_bytes": self._wire_bytes}
+        return {}
 
     def close(self) -> None:
         if self._overlap is not None:

@@ -21,6 +21,7 @@ from paceline.replica import Replica
 from paceline.servers.register import Register
 from paceline.strategies.base import Scaled
 from paceline.strategies.buffers import Buffers
+from paceline.strategies.met import Met
 from paceline.strategies.outer import State
 from paceline.strategies.rhythm import parse
 from paceline.tensors import codecs
@@ -28,7 +29,7 @@ from paceline.tensors.coded import CodedReducer
 from paceline.tensors.layout import sum_dtype
 from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
-from paceline.tensors.tree import Plan
+from paceline.tensors.tree import Plan, Range
 
 _EXCHANGE = mix(502)
 
@@ -56,8 +57,25 @@ class Gift:
     steps: list[int]
     weights: list[float]
     """For each fragment: steps since its last exchange, and samples."""
+    everything: bool
+    """Whether behind it all weights are the same everywhere."""
     means: list[Outcome] = field(default_factory=list)
     """Of each fragment, once all have met for it."""
+    theirs: list[Any] = field(default_factory=list)
+    """Or what a partner has given, if there was one."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Who meets for an exchange."""
+
+    slots: Sequence[int]
+    """Theirs, in the order of ranks."""
+    met: Sequence[int]
+    """Of all who had a part in it, in order; some of them may be further now."""
+    leaves: int
+    """How many slots there are."""
+    seed: int
 
 
 class Averaging:
@@ -69,9 +87,14 @@ class Averaging:
         plain, _, codec = text.partition("+")
         self.rhythm = parse(plain)
         self._codec = codecs.parse(codec) if codec else None
-        self._sent_before, self._wire_bytes = 0, 0
-        self.rounds, self.drift = 0, 0.0
-        """How often they have met, and how far this one had come from the mean when they last did, by θ's norm."""
+        self._sent_before, self.rounds = 0, 0
+        self.drift = 0.0
+        """How far this one had come from the mean when they met last, by θ's norm."""
+        self.met = Met()
+        self.present: list[int] = []
+        """The slots of those who met last; none: they have not met yet, and are all there."""
+        self.dropped: list[list[int]] = []
+        """Replicas that the run has gone on without: the slot, and the steps that were done."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:
@@ -112,19 +135,20 @@ class Averaging:
         """Whether something was trained that is not exchanged."""
         return any(fragment.steps for fragment in self._fragments)
 
-    def trained(self, samples: int) -> None:
-        """A step, with so many."""
+    def trained(self, samples: int, steps: int = 1) -> None:
+        """A step, with so many; or more of one that has been counted."""
         for fragment in self._fragments:
-            fragment.steps += 1
+            fragment.steps += steps
             fragment.samples += samples
+
+    def forget(self) -> None:
+        """What was trained since the last exchange does not count: others have trained it."""
+        for fragment in self._fragments:
+            fragment.samples = 0
 
     def give(self, number: int | None) -> Gift:
         """A fragment as it is now, or all of them."""
-        if self._replica.thawed:
-            raise UsageError(
-                f"a frozen parameter has become trainable, and the others do not know: with --strategy {self._text} all that "
-                "will ever be trained must be so when the loop begins"
-            )
+        self._refuse_thawed()
         numbers = list(range(len(self._fragments))) if number is None else [number]
         differences: list[list[torch.Tensor | None]] = []
         weights = [float(self._fragments[k].samples) for k in numbers]
@@ -136,25 +160,42 @@ class Averaging:
                 ]
                 mine += moves if k == 0 else []
                 differences.append(mine if weight else [None] * len(mine))
-        return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights)
+        return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights, number is None)
 
-    def exchange(self, gift: Gift, slot: int, plan: Plan) -> None:
+    def _refuse_thawed(self) -> None:
+        if self._replica.thawed:
+            raise UsageError(
+                f"a frozen parameter has become trainable, and the others do not know: with --strategy {self._text} all that "
+                "will ever be trained must be so when the loop begins"
+            )
+
+    def give_again(self, gift: Gift) -> Gift:
+        """The same, after more has been trained."""
+        return self.give(None if gift.everything else gift.fragments[0])
+
+    def withdraw(self, gift: Gift) -> None:
+        """There is more to be trained before it counts: buffers go on from where they were."""
+        for number, mine in zip(gift.fragments, gift.differences, strict=True):
+            if number == 0:
+                self._buffers.go_on(mine[len(self._fragments[0].params) :])
+
+    def exchange(self, gift: Gift, slot: int, circle: Circle) -> None:
         """Meet the others for it; again from its beginning, if a peer was lost in the middle."""
+        plan = plan_of(circle.slots, circle.leaves)
         gift.means = []
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
             with torch.no_grad():
                 if isinstance(reducer, CodedReducer):
                     reducer.begin(self.rounds, 0)
-                reducer.open(plan, 1)
-                reducer.fold(slot, mine, weight)
-                lanes = [self._sent_before + self._peers.sent_bytes]
-                mean = reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, lanes, True, 1.0)
-                self._wire_bytes = int(mean.rows.sum())
-                gift.means.append(mean)
+                reducer.open(plan, 0)
+                for leaf in plan.leaves_of(self._peers.rank):
+                    counts = leaf == slot and weight > 0
+                    reducer.fold(leaf, mine if counts else [None] * len(mine), weight if counts else 0.0)
+                gift.means.append(reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, (), True, 1.0))
 
-    def take(self, gift: Gift, own: float) -> None:
-        """What became of it comes in; the own weights count for `own` there."""
+    def take(self, gift: Gift) -> None:
+        """What became of it comes in."""
         away = norm = 0.0
         with torch.no_grad():
             for number, mine, mean in zip(gift.fragments, gift.differences, gift.means, strict=True):
@@ -171,9 +212,11 @@ class Averaging:
                     self._buffers.settle(mean.views[count:], mean.present[count:], 1.0)
         self.drift = (away / norm) ** 0.5 if norm else 0.0
         self.rounds += 1
-        self._go_on(gift, own)
+        self._go_on(gift)
 
-    def _go_on(self, gift: Gift, own: float) -> None:
+    def _go_on(self, gift: Gift) -> None:
+        """This replica's weights count for something beside what all have come to, unless everything is exchanged."""
+        own = 0.0 if gift.everything else self.rhythm.mix
         with torch.no_grad():
             for number, steps, weight in zip(gift.fragments, gift.steps, gift.weights, strict=True):
                 self._fragments[number].samples -= int(weight)
@@ -182,7 +225,15 @@ class Averaging:
                     theta, param = self._theta[index], self._replica.params[index]
                     param.copy_(param * own + theta * (1 - own) if own else theta)
 
-    def catch_up(self, gift: Gift, slot: int, slots: int, own: float, state: dict[str, Any]) -> None:
+    def source(self, slot: int, ahead: Sequence[int], circle: Circle, rounds: int, everything: bool) -> int | None:
+        """From whom a replica that comes too late for that exchange takes what came of it: all have the same behind it."""
+        return ahead[0]
+
+    def exchange_again(self, gift: Gift | None, slot: int, circle: Circle, rounds: int) -> None:
+        """For those who have no source; who needs nothing has no gift."""
+        raise AssertionError("behind an exchange all have the same")
+
+    def catch_up(self, gift: Gift, slot: int, slots: int, state: dict[str, Any]) -> None:
         """The same for one who comes too late for that: this is what another one has had behind it."""
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
@@ -190,10 +241,16 @@ class Averaging:
                 with torch.no_grad():
                     reducer.begin(self.rounds, 0)
                     reducer.missed(slot, slots, mine, weight)
-        self._take_common(state)
+        self.take_common(state)
         if 0 in gift.fragments and self._replica.buffers:
             torch._foreach_copy_(self._replica.buffers, self._buffers.start)
-        self._go_on(gift, own)
+        self._go_on(gift)
+
+    def miss(self, gift: Gift) -> None:
+        """An exchange of the others, which this one has no part in."""
+        self.rounds += 1
+        for number, steps in zip(gift.fragments, gift.steps, strict=True):
+            self._fragments[number].steps -= steps
 
     # what survives
 
@@ -201,10 +258,14 @@ class Averaging:
         """Behind an exchange: what all have in common then, and what this one has trained that is not exchanged yet."""
         return {
             "rounds": self.rounds,
+            "present": self.present,
+            "dropped": self.dropped,
             "theta": self._theta,
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
             "trained": [[fragment.steps, fragment.samples] for fragment in self._fragments],
+            "met": self.met.capture(),
+            "drift": self.drift,
             "kept": [r.kept.own() if isinstance(r, CodedReducer) else [] for r in self._reducers],
         }
 
@@ -213,15 +274,29 @@ class Averaging:
         return [fragment.reducer for fragment in self._fragments]
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._take_common(state)
+        self.take_common(state)
         for fragment, (steps, samples) in zip(self._fragments, state["trained"], strict=True):
             fragment.steps, fragment.samples = steps, samples
         for reducer, kept in zip(self._reducers, state["kept"], strict=True):
             if isinstance(reducer, CodedReducer):
                 reducer.kept.take_back(kept)
 
-    def _take_common(self, state: dict[str, Any]) -> None:
-        self.rounds = state["rounds"]
+    def begin_anew(self) -> None:
+        """This is the state of another one, whose shares are its own."""
+        self.forget()
+        for reducer in self._reducers:
+            if isinstance(reducer, CodedReducer):
+                reducer.kept.forget()
+
+    def take_history(self, state: dict[str, Any]) -> None:
+        """What all know of the rounds so far."""
+        self.met = Met.restored(state["met"])
+        self.present, self.dropped = list(state["present"]), [list(each) for each in state["dropped"]]
+
+    def take_common(self, state: dict[str, Any]) -> None:
+        """What all have had behind the last exchange."""
+        self.rounds, self.drift = state["rounds"], state["drift"]
+        self.take_history(state)
         with torch.no_grad():
             torch._foreach_copy_([*self._theta, *self._buffers.start], [*state["theta"], *state["buffers"]])
             for fragment, (count, states) in zip(self._fragments, state["outer"], strict=True):
@@ -233,15 +308,30 @@ class Averaging:
     def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
+    @property
+    def wire_bytes(self) -> int:
+        return self._sent_before + self._peers.sent_bytes
+
     def report(self) -> dict[str, Any]:
-        """Bytes: what all had sent when they came to the last exchange."""
         sent = sum(r.sent_bytes for r in self._reducers if isinstance(r, CodedReducer))
         plain = sum(r.plain_bytes for r in self._reducers if isinstance(r, CodedReducer))
         compression = {"compression": round(sent / plain, 5)} if plain else {}
-        return {"rounds": self.rounds, "wire_bytes": self._wire_bytes, **compression}
+        dropped = [{"replica": slot, "step": step} for slot, step in self.dropped]
+        return {**self.met.report(self.drift), **compression, **({"dropped": dropped} if dropped else {})}
 
     def close(self) -> None:
         return
+
+
+def plan_of(slots: Sequence[int], leaves: int) -> Plan:
+    """Each worker has its own slot; the first one has those, too, that nobody brings anything for.
+
+    >>> plan_of([2, 0], 4).ranges
+    (((2, 3), (1, 2), (3, 4)), ((0, 1),))
+    """
+    ranges: list[tuple[Range, ...]] = [((slot, slot + 1),) for slot in slots]
+    ranges[0] += tuple((slot, slot + 1) for slot in range(leaves) if slot not in slots)
+    return Plan(leaves, tuple(ranges))
 
 
 def cut_in_order(sizes: Sequence[int], parts: int) -> list[list[int]]:

@@ -35,7 +35,7 @@ _PATIENT_SHARES = 4
 
 
 class Backups(ParameterServers):
-    may_lag, _tells_bytes = True, False
+    may_lag = True
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -60,6 +60,25 @@ class Buffers:
             tensor.copy_(start)
         return moves
 
+    def go_on(self, moves: Sequence[torch.Tensor | None]) -> None:
+        """What was taken is put back: the share goes on."""
+        with torch.no_grad():
+            for tensor, move in zip(self._tensors, moves, strict=True):
+                if move is not None:
+                    tensor.add_(move if tensor.dtype.is_floating_point else move.round().to(tensor.dtype))
+
+    def values(self) -> list[torch.Tensor]:
+        """What the buffers hold now: a copy, whole numbers in double precision."""
+        held = [module._buffers[name] for module, name in self._homes]
+        return [now.clone() if now.is_floating_point() else now.double() for now in held if now is not None]
+
+    def put(self, values: Sequence[torch.Tensor]) -> None:
+        """They hold this from now on."""
+        for tensor, start, (module, name), value in zip(self._tensors, self._start, self._homes, values, strict=True):
+            tensor.copy_((value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype))
+            start.copy_(tensor)
+            module._buffers[name] = tensor  # a module may have put a new tensor in its place
+
     def settle(self, moves: Sequence[torch.Tensor], present: Sequence[bool], factor: float) -> None:
         """All shares are in: `moves` times `factor` is their mean."""
         for index, tensor in enumerate(self._tensors):

@@ -11,6 +11,7 @@ it again after a death brings the same bits.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -190,4 +191,10 @@ class Federated(Registered):
 
     def report(self) -> dict[str, Any]:
         history = [self.history[number] for number in sorted(self.history)]
-        return {"rounds": history, "bytes_moved": sum(each["bytes"] for each in history)}
+        counts = Counter(len(each["clients"]) for each in history)
+        return {
+            "rounds": len(history),
+            "participants": {str(count): counts[count] for count in sorted(counts)},
+            "by_round": history,
+            "bytes_moved": sum(each["bytes"] for each in history),
+        }

@@ -186,7 +186,7 @@ class ParameterServers(AllReduce):
         fetch = Fetch(partial(self._bring, self._served, step, call, outcome.divisor))
         # What others than the script look at is there at once.
         cast = any(param.dtype != view.dtype for param, view in zip(params, outcome.views, strict=False))
-        if cast or outcome.sparse or self._old or self._flat or self._replica.device.type != "cpu":
+        if cast or outcome.sparse or self._old or self._flat or self._reducer.staged:
             fetch.now()
         super()._give_back(outcome)
         for index, param in enumerate(params):
@@ -197,7 +197,9 @@ class ParameterServers(AllReduce):
 
     def _bring(self, served: ServedPeers, step: int, call: int, divisor: float) -> None:
         served.fetch(step, call, divisor)
-        self._pristine[call] = self._laid_out.views([flat.clone() for flat in self._sums.totals.of(call)])
+        flats = self._sums.totals.of(call)
+        self._reducer.bring(call, flats)
+        self._pristine[call] = self._laid_out.views([flat.clone() for flat in flats])
 
     # the optimizer
 
@@ -231,7 +233,7 @@ class ParameterServers(AllReduce):
     def _is_as_pulled(self, index: int) -> bool:
         """Whether the script has left this parameter alone since the last pull."""
         param, value = self._replica.params[index].detach(), self._at_servers.value_of[index]
-        return _same_bits(param.to(value.dtype), value)
+        return _same_bits(param.to(value), value)
 
     def _what_comes(
         self, sources: dict[int, int], grads: dict[int, torch.Tensor | None], touched: list[int]

@@ -1,5 +1,6 @@
 """When replicas that train apart meet, and what becomes of their weights then. Pure, and without torch.
 
+gossip:4                      every 4 steps each takes the mean with one other; gossip alone: after each
 local:20                      every 20 steps all take the mean of their weights
 postlocal:500,20              in the first 500 steps after each one, then every 20
 diloco:50                     every 50 steps an outer optimizer takes the mean difference for a gradient
@@ -17,8 +18,15 @@ from dataclasses import dataclass
 from paceline.errors import UsageError
 from paceline.strategies.outer import SGD, AnyOuter, make
 
-_NUMBERS = {"local": ("H",), "postlocal": ("first", "H"), "diloco": ("H",), "streaming": ("H", "fragments")}
+_NUMBERS = {
+    "gossip": ("H",),
+    "local": ("H",),
+    "postlocal": ("first", "H"),
+    "diloco": ("H",),
+    "streaming": ("H", "fragments"),
+}
 _EXAMPLES = {
+    "gossip": "gossip or gossip:4",
     "local": "local:20",
     "postlocal": "postlocal:500,20",
     "diloco": "diloco:50 or diloco:50,lr=0.7,momentum=0.9",
@@ -71,7 +79,7 @@ def parse(text: str) -> Rhythm:
     Traceback (most recent call last):
     paceline.errors.UsageError: --strategy streaming:4,5: 5 fragments in 4 steps: there is one a step at most
     """
-    name, _, rest = text.partition(":")
+    name, _, rest = ("gossip:1" if text == "gossip" else text).partition(":")
     numbers, options = _read(text, name, [part for part in rest.split(",") if part])
     first, every, fragments = numbers.get("first", 0), numbers["H"], numbers.get("fragments", 1)
     window, streams = every // fragments, name == "streaming"
@@ -115,7 +123,7 @@ def _value(text: str) -> int | float | str:
 
 
 def _outer(text: str, name: str, options: dict[str, int | float | str]) -> AnyOuter:
-    averaging = name in ("local", "postlocal")
+    averaging = name in ("gossip", "local", "postlocal")
     if averaging and options:
         raise UsageError(f"--strategy {text}: {name} takes the mean, and has no {next(iter(options))}; write diloco")
     if averaging:

@@ -4,16 +4,23 @@ The same tree, over messages: every worker owns one segment of each bucket. It i
 partial sums of that segment, adds them in tree order, and the results are gathered. A worker with
 one whole subtree moves as many bytes as in a ring; uneven deals send a few partial sums more.
 
-A bucket's first leg leaves when it is posted, while backward still runs. A group is abandoned by
-dropping it: destroying one without a barrier can abort the process (measured), so `close` meets first.
+A bucket's first leg leaves when it is posted, while backward still runs.
+
+A worker's death breaks connections of some members and leaves others waiting; either way a wait ends when the watch
+knows of the view that follows. Torch's own groups are then left as they are: destroying one whose members have not met can
+abort the process, or wait for what will never come (measured). They cost a few threads and sockets a term. NCCL's
+are aborted, which ends its kernels and frees its memory.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,22 +29,65 @@ from numpy.typing import NDArray
 
 from paceline.errors import PeerLostError
 from paceline.tensors.layout import Layout
-from paceline.tensors.peers import Lanes, Memory, Parts, Watch, check_keys
+from paceline.tensors.peers import Lanes, Memory, Parts, TermEnded, Watch, check_keys
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Plan
 
 _TIMEOUT = timedelta(minutes=30)
+_EXPLAINED_S = 30.0
+"""A broken connection is somebody's death, which the leader tells; if the leader is gone too, its standby does."""
+_left: list[Any] = []
+"""Groups of torch that this process has been in, and that nobody has met at the end of."""
 
 
 def gloo(store: Any, rank: int, size: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+
+
+def nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else torch ends the process when a member is lost
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    _left.append(group)  # before it is connected: then it can be aborted while it waits for one who is gone
+    group.eager_connect_single_device(device)
+    return group
+
+
+def abandon_all() -> None:
+    """This worker goes into another term: what NCCL still computes for those before is in vain, and its memory is wanted."""
+    for group in _left:
+        if not isinstance(group, dist.ProcessGroupGloo):
+            group.abort()
+
+
+def built(make: Callable[[], Any], watch: Watch, laggard: int) -> Any:
+    """What `make` makes, in a thread of its own: torch waits in there for members, and one may be gone."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:  # noqa: BLE001  told where it is waited for, if it still is
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="paceline-group", daemon=True).start()
+    start = time.perf_counter()
+    while not made.done():
+        watch.check(time.perf_counter() - start, laggard)
+        time.sleep(0.0005)
     try:
-        return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        return made.result()
     except RuntimeError as error:
-        raise PeerLostError(f"a worker went away while the group was built: {error}") from None
+        explain(error, watch, laggard)
 
 
-def nccl(store: Any, rank: int, size: int) -> Any:
-    return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+def explain(error: RuntimeError, watch: Watch, laggard: int) -> NoReturn:
+    """A connection is gone, so somebody is: wait until it is known who."""
+    start = time.perf_counter()
+    while (waited := time.perf_counter() - start) < _EXPLAINED_S:
+        watch.check(waited, laggard)
+        time.sleep(0.0005)
+    raise PeerLostError(f"a connection to another worker broke, and no worker is gone: {error}") from None
 
 
 class GroupPeers:
@@ -53,6 +103,7 @@ class GroupPeers:
         self._plan = Plan.of(1, 1)
         self._sent: dict[int, tuple[Any, torch.Tensor]] = {}
         self._parts, self._totals = Memory(device), Memory(device)
+        _left.extend(group for group in (data, control) if group not in _left)
 
     # sums
 
@@ -85,13 +136,11 @@ class GroupPeers:
             outgoing[:, number] = row.view(self.size, segment)
         self.sent_bytes += outgoing[0].nbytes * (self.size - 1)
         incoming = torch.empty(sum(counts) * segment, dtype=dtype, device=self.device)
-        work = self._data.alltoall_base(
-            incoming,
-            outgoing.view(-1),
-            [count * segment for count in counts],
-            [mine * segment] * self.size,
-            dist.AllToAllOptions(),
-        )
+        sizes = [count * segment for count in counts], [mine * segment] * self.size
+        try:
+            work = self._data.alltoall_base(incoming, outgoing.view(-1), *sizes, dist.AllToAllOptions())
+        except RuntimeError as error:
+            explain(error, self._watch, self._next)
         self._sent[bucket] = (work, incoming)
 
     def repost(self, buckets: Sequence[int]) -> None:
@@ -144,20 +193,38 @@ class GroupPeers:
         self.sent_bytes += mine.nbytes * (self.size - 1)
         return [everyone[k, :size].numpy().tobytes() for k, size in enumerate(sizes)]
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        # Not by send and recv: whether these are done cannot be asked, and a wait for them hears of no death.
+        sizes = self.exchange(key, np.array([len(payload)], dtype=np.int64))[:, 0].tolist()
+        out = [len(payload) if worker == partner else 0 for worker in range(self.size)]
+        coming = [size if worker == partner else 0 for worker, size in enumerate(sizes)]
+        mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: sum(out)]
+        theirs = torch.empty(sum(coming), dtype=torch.uint8)
+        self._wait(self._control.alltoall_base(theirs, mine, coming, out, dist.AllToAllOptions()))
+        self.sent_bytes += mine.nbytes
+        return theirs.numpy().tobytes()
+
+    @property
+    def _next(self) -> int:
+        """Whom to name while it is not known who is late."""
+        return (self.rank + 1) % self.size
+
     def _wait(self, work: Any) -> None:
         start = time.perf_counter()
         try:
             while not work.is_completed():
-                self._watch.check(time.perf_counter() - start, (self.rank + 1) % self.size)
+                self._watch.check(time.perf_counter() - start, self._next)
                 time.sleep(0.0001)
             work.wait()
         except RuntimeError as error:
-            raise PeerLostError(f"a worker went away in the middle of a collective: {error}") from None
+            explain(error, self._watch, self._next)
         finally:
             self.waited_s += time.perf_counter() - start
 
     def close(self) -> None:
         try:
-            self._control.barrier().wait()
-        except RuntimeError:
+            self._wait(self._control.barrier())
+        except (TermEnded, PeerLostError):
             return
+        _left.remove(self._data)
+        _left.remove(self._control)

@@ -12,7 +12,9 @@ meeting needs completes it, and may then be one meeting ahead of the others.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NoReturn
 
 import numpy as np
@@ -148,11 +150,38 @@ class MachinePeers:
         said = self._inside.gather(key, payload)
         return [part for machine in self._between(key, _pack(said)) for part in _unpack(machine)]
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        """By way of the leaders: what a machine sends to another one is for the workers there alone."""
+        here = range(self._first, self._first + self._inside.size)
+        said = self._inside.gather(key, _addressed(-1 if partner is None else partner, payload))
+        packed = b""
+        if self._across is not None:
+            out: list[list[bytes]] = [[] for _ in self._sizes]
+            ends = list(accumulate(self._sizes))
+            for letter in said:
+                if (to := _address(letter)) >= 0 and to not in here:
+                    out[bisect_right(ends, to)].append(letter)
+            packed = b"".join(self._across.scatter(key, [_pack(letters) for letters in out]))
+        came = _unpack(self._inside.gather(key, packed)[_LEADER])
+        if partner is None:
+            return b""
+        if partner in here:
+            return said[partner - self._first][8:]
+        return next(letter[8:] for letter in came if _address(letter) == self.rank)
+
     def close(self) -> None:
         self._inside.close()
         self._outward.close()
         if self._across is not None:
             self._across.close()
+
+
+def _addressed(to: int, payload: bytes) -> bytes:
+    return to.to_bytes(8, "little", signed=True) + payload
+
+
+def _address(letter: bytes) -> int:
+    return int.from_bytes(letter[:8], "little", signed=True)
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:

@@ -101,6 +101,19 @@ class MeshPeers:
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         return self._meet(_GATHER, key, payload)
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        got = self.scatter(key, [payload if worker == partner else b"" for worker in range(self.size)])
+        return b"" if partner is None else got[partner]
+
+    def scatter(self, key: int, payloads: Sequence[bytes]) -> list[bytes]:
+        """What each member has for this one, which has these for them."""
+        sizes = np.array([len(payload) for payload in payloads], dtype=np.int64)
+        table = np.frombuffer(b"".join(self._meet(_GATHER, key, sizes.tobytes())), dtype=np.int64)
+        coming = [bytearray(size) for size in table.reshape(self.size, self.size)[:, self.rank].tolist()]
+        coming[self.rank][:] = payloads[self.rank]
+        self._mesh.swap([[memoryview(payload)] for payload in payloads], [[memoryview(box)] for box in coming])
+        return [bytes(box) for box in coming]
+
     def _meet(self, kind: int, key: int, payload: bytes) -> list[bytes]:
         """Everybody's payload, in the order of ranks."""
         self._number += 1

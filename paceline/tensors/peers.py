@@ -15,12 +15,13 @@ At a reduce point every worker calls, in this order:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.errors import TermEnded as TermEnded
 from paceline.tensors.layout import Layout
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Plan
@@ -65,6 +66,15 @@ class Peers(Protocol):
         """Every worker's payload, in the order of ranks."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Trading(Peers, Protocol):
+    """Peers of which two can exchange something that nobody else is sent."""
+
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        """What the partner has brought to this meeting, to whom this worker is one. Who has none comes, too. It may be
+        over for some who have what they came for, and end with the term for others."""
 
 
 class Memory:
@@ -121,12 +131,11 @@ class Alone:
     def gather(self, key: int, payload: bytes) -> list[bytes]:
         return [payload]
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        return b""
+
     def close(self) -> None:
         return
-
-
-class TermEnded(Exception):
-    """A worker of this group is gone. What all have met for stands; the rest is for the next term."""
 
 
 class SharesWanted(Exception):

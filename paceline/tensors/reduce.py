@@ -76,6 +76,8 @@ class Reducer:
         self._levels: Parts = []
         self._level_views: list[list[torch.Tensor]] = []
         self._views_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._viewed = peers
+        """The group whose memory that is of."""
         self._own_parts: Parts = []
         self._totals: dict[int, list[torch.Tensor]] = {}
         self._in_bucket: list[list[int]] = [[] for _ in self.layout.buckets]
@@ -84,7 +86,7 @@ class Reducer:
         self._mask_words = -(-len(tensors) // MASK_BITS)
 
     @property
-    def _staged(self) -> bool:
+    def staged(self) -> bool:
         """Whether sums go through memory of another device; the next group's may be another one's."""
         return self._device != self.peers.device
 
@@ -126,7 +128,7 @@ class Reducer:
         self._lane_count = _WEIGHTS_AT + plan.most_parts + self._mask_words + lanes
         peers.open(plan, self.layout, self._lane_count)
         for number, flats in enumerate(old):
-            targets = [self._part(number), peers.parts()[number]] if self._staged else [self._part(number)]
+            targets = [self._part(number), peers.parts()[number]] if self.staged else [self._part(number)]
             for target in targets:
                 for flat, value in zip(target, flats, strict=True):
                     flat.copy_(value)
@@ -139,7 +141,7 @@ class Reducer:
         return [leaf for leaf, *_ in self._todo]
 
     def _part(self, number: int) -> list[torch.Tensor]:
-        if not self._staged:
+        if not self.staged:
             return self.peers.parts()[number]
         while len(self._own_parts) <= number:
             self._own_parts.append(self.layout.allocate(self._device))
@@ -147,9 +149,10 @@ class Reducer:
 
     def _views(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(flat.data_ptr() for flat in flats)
+        if self._viewed is not self.peers or len(self._views_of) > 64:
+            self._views_of.clear()  # nothing may hold the memory of a group that is over
+            self._viewed = self.peers
         if key not in self._views_of:
-            if len(self._views_of) > 64:
-                self._views_of.clear()
             self._views_of[key] = self.layout.views(flats)
         return self._views_of[key]
 
@@ -233,7 +236,7 @@ class Reducer:
             flat = flats[at.flat][at.start : at.stop]
             for level in range(self._depth - 2, self._depth - 1 - merges, -1):
                 torch.add(self._levels[level][at.flat][at.start : at.stop], flat, out=flat)
-        if self._staged:
+        if self.staged:
             at = self.layout.buckets[bucket]
             self.peers.parts()[part][at.flat][at.start : at.stop].copy_(flats[at.flat][at.start : at.stop])
 
@@ -252,7 +255,7 @@ class Reducer:
         """
         _, part, merges, _ = self._todo[self._at]
         indices = self._in_bucket[bucket]
-        if merges or weight != 1.0 or self._staged or indices[-1] >= self._count:
+        if merges or weight != 1.0 or self.staged or indices[-1] >= self._count:
             return False
         views = self._views(self._part(part))
         grads = [grad_of(index) for index in indices]
@@ -327,8 +330,11 @@ class Reducer:
         return fold_scalars([float(weights[worker, part]) for worker, part in self._plan.owners], self._plan)
 
     def _total(self, call: int, divisor: float) -> list[torch.Tensor]:
-        flats = self.peers.total(call, divisor)
-        if not self._staged:
+        return self.bring(call, self.peers.total(call, divisor))
+
+    def bring(self, call: int, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A point's total where the tensors are; again, where some of it has come only now."""
+        if not self.staged:
             return flats
         if call not in self._totals:
             self._totals[call] = self.layout.allocate(self._device)

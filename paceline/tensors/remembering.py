@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.cluster.membership import View
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
-from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded
+from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded, Trading
 from paceline.tensors.tree import Plan
 
 _SYNC, _SHIP = 211, 212
@@ -219,6 +219,13 @@ class Remembering:
         self._past.complete(Met(key, self._view, payloads=payloads))
         return payloads
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        """Not remembered: what came of it is another thing for each. Who needs it to be over for all, lets them meet."""
+        self._in_term()
+        self._past.before()
+        assert isinstance(self._peers, Trading)
+        return self._peers.trade(key, partner, payload)
+
     def close(self) -> None:
         self._peers.close()
 
@@ -254,6 +261,9 @@ class Ended:
         raise TermEnded("this term has ended")
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
+        raise TermEnded("this term has ended")
+
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
         raise TermEnded("this term has ended")
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.errors import TermEnded
+
 ALIGN = 64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _SYS_FUTEX = 202  # x86-64; the transport is offered on no other (its plain stores rely on that memory order)
@@ -102,7 +104,13 @@ class Words:
                 return
         for laggard in range(len(words)):
             while (seen := int(words[laggard])) < number:
-                self._check(time.perf_counter() - start, laggard)
+                try:
+                    self._check(time.perf_counter() - start, laggard)
+                except TermEnded:
+                    # It is gone since we looked. If it came here before, the meeting is complete, for the others too.
+                    if int(words[laggard]) >= number:
+                        break
+                    raise
                 # Sleeps only if the word is still what we saw: a wake between the two cannot be missed.
                 _libc.syscall(
                     _SYS_FUTEX,

@@ -131,7 +131,14 @@ class SharedPeers:
     # messages
 
     def gather(self, key: int, payload: bytes) -> list[bytes]:
-        got: list[bytearray] = [bytearray() for _ in range(self.size)]
+        return self._read(key, payload, range(self.size))
+
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        return b"".join(self._read(key, payload, () if partner is None else (partner,)))
+
+    def _read(self, key: int, payload: bytes, whose: Sequence[int]) -> list[bytes]:
+        """Put this payload where others find it, and read those of these workers."""
+        got = {worker: bytearray() for worker in whose}
         self.sent_bytes += len(payload)
         sent, longest = 0, 1
         while sent < longest:
@@ -146,10 +153,11 @@ class SharedPeers:
             for worker, box in enumerate(self._boxes):
                 size = int.from_bytes(box[:8], "little")
                 longest = max(longest, size)
-                got[worker] += box[8 : 8 + max(0, min(room, size - sent))]
+                if worker in got:
+                    got[worker] += box[8 : 8 + max(0, min(room, size - sent))]
             self._words.say(_DONE, self._number)
             sent += room
-        return [bytes(part) for part in got]
+        return [bytes(part) for part in got.values()]
 
     def _grow_boxes(self, longest: int) -> None:
         """What did not go through at once shall the next time: each round costs a meeting."""

@@ -1,9 +1,11 @@
-"""What was observed of workers that meet at servers, from a run's summary: how stale, and who waited for whom. Pure."""
+"""What was observed of workers that meet at servers, from a run's summary: how stale, who waited for whom, who took part. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from paceline.watch.lines import compact
 
 Row = tuple[str, ...]
 _WIDTH = 40
@@ -12,7 +14,11 @@ _WIDTH = 40
 
 def observed(summary: Mapping[str, Any]) -> list[list[Row]]:
     """Tables; none of what a run does not know."""
-    tables = [_staleness(summary.get("staleness") or {}), _waits(summary.get("waits") or {})]
+    tables = [
+        _staleness(summary.get("staleness") or {}),
+        _waits(summary.get("waits") or {}),
+        _rounds(summary.get("by_round") or []),
+    ]
     return [table for table in tables if table]
 
 
@@ -57,3 +63,26 @@ def _waits(waits: Mapping[str, Mapping[str, float]]) -> list[Row]:
         for worker in sorted(waits, key=int)
     ]
     return [("waited for", *(f"worker {other}" for other in slow)), *rows]
+
+
+def _rounds(rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Who counted in each, who had dropped out, and who came too late or had no data here.
+
+    >>> each = {"round": 0, "clients": [0, 1, 2, 4], "dropped": [3], "lacking": [], "samples": 1200, "bytes": 2_500_000}
+    >>> for row in _rounds([each]):
+    ...     print(*row, sep=" | ")
+    round | clients | dropped out | late or lacking | samples | moved
+    0 | 0-2,4 | 3 |  | 1,200 | 2.5 MB
+    """
+    if not rounds:
+        return []
+    rows = [
+        (
+            str(each["round"]),
+            *(compact(sorted(each[kind])) for kind in ("clients", "dropped", "lacking")),
+            f"{each['samples']:,}",
+            f"{each['bytes'] / 1e6:,.1f} MB",
+        )
+        for each in rounds
+    ]
+    return [("round", "clients", "dropped out", "late or lacking", "samples", "moved"), *rows]

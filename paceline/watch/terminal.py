@@ -125,6 +125,8 @@ def summary_rows(summary: dict[str, Any], path: str) -> list[tuple[str, str]]:
         ("speed", _speed_words(summary)),
         ("time", "  ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items())),
         ("workers", _workers_words(summary)),
+        ("rounds", _rounds_words(summary)),
+        ("sent", _sent_words(summary)),
         ("weights", str(summary.get("weights_sha256", ""))),
         ("folder", path),
     ]
@@ -150,7 +152,37 @@ def _speed_words(summary: dict[str, Any]) -> str:
 def _workers_words(summary: dict[str, Any]) -> str:
     known = [counted(summary[f"{word}s"], word) for word in ("worker", "server", "slot") if summary.get(f"{word}s")]
     known += [f"{counted(summary['threads'], 'thread')} each"] if "threads" in summary else []
-    return ", ".join(known + ([str(summary["strategy"])] if "strategy" in summary else []))
+    known += [str(summary["strategy"])] if "strategy" in summary else []
+    known += [f"{counted(len(summary['dropped']), 'replica')} dropped"] if summary.get("dropped") else []
+    return ", ".join(known)
+
+
+def _rounds_words(summary: dict[str, Any]) -> str:
+    """
+    >>> _rounds_words({"rounds": 3, "participants": {"1": 1, "2": 2}, "drift": {"last": 0.01, "mean": 0.02, "most": 0.03}})
+    '3, of 1 to 2 participants; drift at last 0.01, mean 0.02, at most 0.03'
+    """
+    taken, drift = summary.get("participants") or {}, summary.get("drift") or {}
+    if not summary.get("rounds"):
+        return ""
+    words = [f"{summary['rounds']:,}"]
+    if taken:
+        few, many = min(map(int, taken)), max(map(int, taken))
+        words[0] += f", of {few} to {many} participants" if few < many else f", of {counted(many, 'participant')}"
+    if drift:
+        words.append("drift " + ", ".join(f"{name} {drift[key]:.3g}" for key, name in _DRIFTS.items()))
+    return "; ".join(words)
+
+
+_DRIFTS = {"last": "at last", "mean": "mean", "most": "at most"}
+
+
+def _sent_words(summary: dict[str, Any]) -> str:
+    sent = summary.get("wire_bytes")
+    if not sent:
+        return ""
+    coded = summary.get("compression")
+    return f"{sent / 1e6:,.1f} MB" + (f", {coded:.3g} of what fp32 would be" if coded is not None else "")
 
 
 def counted(number: int, word: str) -> str:

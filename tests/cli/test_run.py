@@ -122,7 +122,6 @@ def test_other_errors_under_plain_python_are_left_to_python(tmp_path: Path) -> N
     ("flags", "words"),
     [
         (("-n", "1", "--spares", "1"), "--spares with one worker"),
-        (("-n", "2", "--spares", "1", "--transport", "gloo"), "do not survive a death"),
         (("-n", "2", "--spares", "-1"), "--spares must be 0 or more"),
     ],
 )

@@ -184,7 +184,7 @@ def test_shares_come_in_any_order_and_for_any_slot_whoever_reads_them() -> None:
 
 def test_what_is_fetched_here_is_pinned_where_the_loader_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loader_module, "pin_memory", lambda value: ("pinned", value))
+    monkeypatch.setattr(loader_module, "pinned", lambda value: ("pinned", value))
     loader = DataLoader(Augmented(), batch_size=4, pin_memory=True, collate_fn=lambda samples: [y for _, y in samples])
     feed = build_feed(loader, 1, EVEN, 0)
     feed.start(0, 0, [0])

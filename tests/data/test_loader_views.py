@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from paceline.data.copies import strided
 from paceline.data.loader import adopt, adopted, build_feed
-from paceline.data.values import leading_size, place
+from paceline.data.values import leading_size, pinned, place
 from tests.data.loaders import CPU, EVEN, Augmented, Stream, numbers, plain, steps_of
 
 # adoption
@@ -70,6 +70,16 @@ def test_place_aligns_every_tensor_to_64_bytes() -> None:
     assert torch.equal(placed["a"][0], odd) and torch.equal(placed["c"].y, odd.view(1, 37).t())
     assert placed["b"][1:] == ("text", 7, None)
     assert type(placed["c"]) is pair and type(placed["b"]) is tuple and type(placed["a"]) is list
+
+
+def test_large_tensors_are_pinned_wherever_a_batch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    large, small = torch.zeros(1 << 15), torch.zeros(1 << 14)
+    pair = namedtuple("pair", "x y")
+    value = pinned([(large, small), {"a": large}, pair(large, "text"), 7])
+    assert [type(item) for item in value] == [tuple, dict, pair, int]
+    assert value[0][0].all() and value[1]["a"].all() and value[2].x.all() and value[2].y == "text"
+    assert value[0][1] is small, "a GPU takes it as it is"
 
 
 def test_place_does_not_copy_what_is_aligned() -> None:

@@ -1,35 +1,134 @@
-"""Seeding the generators that a script may draw from."""
+"""Seeding the generators that a script may draw from, and telling whether it has."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.data.random import next_draws, seeded, set_seed
+from paceline.data import random as paceline_random
+from paceline.data import twisters
+from paceline.data.random import seeded, set_known_seed, set_seed, untouched
+from paceline.data.twisters import Asked, Found, Twisters
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "python": random.random,
+    "python, a pair": lambda: random.gauss(0, 1),  # keeps the second number for the next time
+    "python, reseeded": lambda: random.seed(3),
+    "numpy": np.random.random,
+    "numpy, a pair": np.random.standard_normal,
+    "numpy, reseeded": lambda: np.random.seed(3),
+    "torch": lambda: torch.rand(()),
+    "torch, a pair": lambda: torch.randn(()),
+    "torch, a whole round": lambda: torch.rand(624),
+    "numpy, a whole round": lambda: np.random.bytes(4 * 624),
+    "python, a whole round": lambda: random.getrandbits(32 * 624),
+}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31 + 5, 2**32 + 7, 2**63 - 1])
-def test_each_generator_is_as_its_own_seeding_leaves_it(seed: int) -> None:
+@pytest.fixture(autouse=True)
+def _as_they_were() -> Iterator[None]:
     with seeded(0):
-        random.gauss(0, 1)  # keeps a second number for the next time
+        yield
+
+
+@pytest.fixture(params=[Found, Asked])
+def watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twisters:
+    made: Twisters = request.param()
+    monkeypatch.setattr(paceline_random, "_twisters", made)
+    set_seed(0)  # what was read by another kind of them says nothing
+    return made
+
+
+def some_numbers() -> tuple[object, ...]:
+    return random.gauss(0, 1), random.random(), np.random.standard_normal(3).tolist(), torch.randn(3).tolist()
+
+
+@given(
+    before=st.lists(st.sampled_from(sorted(DRAWS)), max_size=3), seeds=st.lists(st.integers(0, 2**63 - 1), max_size=3)
+)
+def test_each_generator_is_as_its_own_seeding_leaves_it(before: list[str], seeds: list[int]) -> None:
+    """Whatever was drawn before, and whether it was seeded then or not."""
+    with seeded(0):
+        for seed in [1, *seeds]:
+            set_seed(seed)
+        for name in before:
+            DRAWS[name]()
+        seed = seeds[0] if seeds else 2**31 + 5
         set_seed(seed)
-        got = random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3).tolist()
+        got = some_numbers()
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        assert got == (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3).tolist())
+        assert got == some_numbers()
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(()), lambda: random.seed(3)])
-def test_whatever_is_drawn_is_seen(draw: object) -> None:
-    assert callable(draw)
-    with seeded(5):
-        untouched = next_draws()
+@pytest.mark.parametrize("name", DRAWS)
+def test_whatever_is_drawn_is_seen(name: str, watched: Twisters) -> None:
+    set_seed(5)
+    assert untouched()
+    DRAWS[name]()
+    assert not untouched()
+    set_known_seed(1)
+    assert untouched()
+    DRAWS[name]()
+    assert not untouched()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_known_seed_leaves_no_number_of_a_pair_behind(name: str, watched: Twisters) -> None:
+    """Else the code that follows would draw it, and nothing would move."""
+    set_seed(5)
+    DRAWS[name]()
+    set_known_seed(1)
+    for draw in (random.gauss, np.random.normal):
+        before = watched.read()
+        draw(0, 1)
+        assert watched.read() != before
+
+
+def test_a_known_seed_is_the_one_that_torch_tells(watched: Twisters) -> None:
+    set_seed(5)
+    set_known_seed(77)
+    assert torch.initial_seed() == 77 and untouched()
+
+
+def test_another_generator_behind_numpys_functions_is_watched_too(watched: Twisters) -> None:
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.MT19937(3))
+    try:
         set_seed(5)
-        assert next_draws() == untouched
+        first = np.random.random()
+        assert not untouched()
         set_seed(5)
-        draw()
-        assert next_draws() != untouched
+        assert untouched() and np.random.random() == first
+    finally:
+        np.random.set_bit_generator(own)
+
+
+def test_what_is_found_is_used_only_where_it_proves_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(twisters.find()) is Found
+
+    class Astray(Found):
+        def copy_to_numpy(self, before: bytes) -> bool:
+            self._numpy_state[7] ^= 1
+            return True
+
+    class Blind(Found):
+        def read(self) -> bytes:
+            return super().read()[:-20]  # nothing of numpy's
+
+    class Elsewhere(Found):
+        def __init__(self) -> None:
+            raise ValueError
+
+    for kind in (Astray, Blind, Elsewhere):
+        before = np.random.get_state()[1].copy()
+        monkeypatch.setattr(twisters, "Found", kind)
+        assert type(twisters.find()) is Asked
+        assert np.array_equal(before, np.random.get_state()[1]), "the generators are as they were"

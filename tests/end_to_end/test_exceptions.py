@@ -236,12 +236,11 @@ def test_the_next_leader_knows(tmp_path: Path) -> None:
     ("flags", "orders"),
     [
         (("-n", "1", "--slots", "4"), ["0:18:share"]),
-        ((*THREE, "--transport", "gloo"), ["1:18:share"]),
         (THREE, ["1:0:optimizer"]),
         (THREE, ["1:40:end"]),
         (THREE, ["break:10", "0:12:end"]),
     ],
-    ids=["one worker", "gloo", "before a step is done", "behind the loop", "behind a loop that was left"],
+    ids=["one worker", "before a step is done", "behind the loop", "behind a loop that was left"],
 )
 def test_what_ends_the_run_at_once(tmp_path: Path, flags: tuple[str, ...], orders: list[str]) -> None:
     result = launch(tmp_path, SCRIPT, *flags, args=tuple(orders))

@@ -22,7 +22,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> str:
 
 
 def participants(done: Result) -> list[list[int]]:
-    return [each["clients"] for each in done.summary["rounds"]]
+    return [each["clients"] for each in done.summary["by_round"]]
 
 
 def test_workers_main_and_the_coordinator_are_killed_and_nothing_of_it_is_in_the_weights(
@@ -33,9 +33,9 @@ def test_workers_main_and_the_coordinator_are_killed_and_nothing_of_it_is_in_the
     done = launch(tmp_path, SCRIPT, "-n", "3", "--servers", "2", "--strategy", STRATEGY, *faults, args=("0.005",))
     assert done.weights == weights, done.err
     assert [event["why"] for event in done.events() if event["event"] == "fault"] == list(plan)
-    assert [each["round"] for each in done.summary["rounds"]] == list(range(6))
+    assert [each["round"] for each in done.summary["by_round"]] == list(range(6))
     assert all(len(clients) == 5 for clients in participants(done)), participants(done)
-    assert done.summary["bytes_moved"] == sum(each["bytes"] for each in done.summary["rounds"]) > 0
+    assert done.summary["bytes_moved"] == sum(each["bytes"] for each in done.summary["by_round"]) > 0
     proven = paceline("verify", "it", cwd=tmp_path)
     assert proven.returncode == 0 and "a receipt for each round" in " ".join(proven.stdout.split()), proven.stdout
 
@@ -57,7 +57,7 @@ def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint(tmp_path
     assert again.returncode == 0, again.stderr
     summary = json.loads((doomed.folder / "summary.json").read_text())
     assert summary["weights_sha256"] == weights
-    assert [each["round"] for each in summary["rounds"]] == list(range(6))
+    assert [each["round"] for each in summary["by_round"]] == list(range(6))
     assert paceline("verify", "it", cwd=tmp_path).returncode == 0
 
 
@@ -125,7 +125,7 @@ def test_a_slow_worker_s_client_is_late_when_a_quorum_has_come(tmp_path: Path) -
     flags = ("-n", "2", "--servers", "1", "--strategy", strategy, "--fault", "slow worker:1 x60")
     done = launch(tmp_path, SCRIPT, *flags, args=("0.01",))
     assert done.code == 0, done.err
-    rounds = done.summary["rounds"]
+    rounds = done.summary["by_round"]
     assert all(len(each["clients"]) >= 4 and len(each["clients"]) + len(each["lacking"]) == 6 for each in rounds)
     assert any(each["lacking"] for each in rounds), rounds
     assert paceline("verify", "it", cwd=tmp_path).returncode == 0
@@ -139,7 +139,7 @@ def test_half_drop_out_at_random_and_fedprox_trains_with_those_that_remain(tmp_p
             tmp_path, HEAD + BODY, name=name, strategy=f"federated:rounds=3,clients=4,epochs=2,drop=0.5,quorum=2{prox}"
         )
         found.append(done.weights)
-        rounds = done.summary["rounds"]
+        rounds = done.summary["by_round"]
         assert all(len(each["clients"]) != 1 for each in rounds) and any(each["dropped"] for each in rounds)
         assert all(len(each["clients"] + each["dropped"] + each["lacking"]) <= 4 for each in rounds)
     assert found[0] != found[1]

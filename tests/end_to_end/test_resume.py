@@ -11,7 +11,7 @@ import pytest
 from paceline.state.checkpoint import listed
 from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import launch, paceline, write_script
+from tests.end_to_end.launching import ended, going, launch, paceline, write_script
 
 SCRIPT = """
 import os, time, torch, torch.nn.functional as F
@@ -109,3 +109,16 @@ def test_without_a_checkpoint_resume_says_what_to_do(tmp_path: Path) -> None:
     done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
     assert done.returncode == 2 and "--checkpoint-every" in done.stderr
     assert (tmp_path / "runs" / "it" / "summary.json").exists(), "nothing was changed"
+
+
+def test_a_run_that_goes_on_is_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "doomed").touch()
+    with going(tmp_path, SCRIPT.replace("run.step >= 105", "run.step >= 40"), "-n", "2", *FLAGS) as run:
+        run.wait_for_step(30)
+        for again in (["resume", "it"], ["run", "--name", "it", "--resume", "auto", "-n", "2", "train.py"]):
+            done = paceline(*again, cwd=tmp_path)
+            assert (
+                done.returncode == 2 and "run 'it' is under way" in done.stderr and "paceline attach it" in done.stderr
+            )
+        (tmp_path / "doomed").unlink()
+        assert ended(run).summary["exit"] == "finished"

@@ -39,6 +39,7 @@ def test_what_is_given_comes_in_before_the_next_is_given(every: int, fragments: 
 
 
 def test_what_is_written() -> None:
+    assert parse("gossip") == parse("gossip:1") == Rhythm(1, SGD())
     assert parse("postlocal:500,20") == Rhythm(20, SGD(), first=500)
     assert parse("diloco:50") == Rhythm(50, Nesterov())
     assert parse("diloco:50,lr=1,momentum=0.5") == Rhythm(50, Nesterov(lr=1, momentum=0.5))
@@ -50,6 +51,8 @@ def test_what_is_written() -> None:
     ("text", "words"),
     [
         ("local", "write it like local:20"),
+        ("gossip:0", "write it like gossip or gossip:4"),
+        ("gossip:4,lr=1", "gossip takes the mean, and has no lr; write diloco"),
         ("local:0", "write it like local:20"),
         ("local:20,lr=1", "local takes the mean, and has no lr; write diloco"),
         ("diloco:50,lr=-1", "lr must be above 0"),

@@ -26,7 +26,7 @@ from paceline.tensors.codecs import parse
 from paceline.tensors.coded import CodedReducer
 from paceline.tensors.layout import Layout
 from paceline.tensors.mesh import Line
-from paceline.tensors.peers import Peers, TermEnded
+from paceline.tensors.peers import Peers, TermEnded, Trading
 from paceline.tensors.segment import Words
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import same, tree_sum
@@ -127,6 +127,17 @@ def gather(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
         got = peers.gather(turn, payload(peers.rank, sizes[peers.rank]))
         assert all(type(part) is bytes for part in got)
         said.append([[len(part), hashlib.sha256(part).hexdigest()] for part in got])
+    return said
+
+
+def trade(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
+    """What came from each turn's partner, and how much this worker has sent for it."""
+    assert isinstance(peers, Trading)
+    said = []
+    for turn, (partners, size) in enumerate(ask["turns"]):
+        before = peers.sent_bytes
+        got = peers.trade(turn, partners[peers.rank], payload(peers.rank, size + peers.rank))
+        said.append([len(got), hashlib.sha256(got).hexdigest(), peers.sent_bytes - before])
     return said
 
 
@@ -376,5 +387,5 @@ def coded(peers: Peers, watch: Watch, ask: dict[str, Any]) -> Any:
 
 SCENARIOS: dict[str, Callable[[Peers, Watch, dict[str, Any]], Any]] = {
     function.__name__: function
-    for function in (totals, gather, rounds, changes, keys, ended, death, death_behind_a_change, killed, coded)
+    for function in (totals, gather, trade, rounds, changes, keys, ended, death, death_behind_a_change, killed, coded)
 }

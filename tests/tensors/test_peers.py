@@ -153,6 +153,27 @@ def test_payloads_come_back_in_order_whatever_their_size(run: Run) -> None:
     assert run("gather", 3, sizes=sizes) == [want] * 3
 
 
+def test_who_has_a_partner_gets_what_that_one_brings_and_sends_to_nobody_else(run: Run, kind: str) -> None:
+    turns = [
+        [[1, 0, 3, 2], 5],
+        [[3, None, None, 0], 3_000_000],
+        [[2, 3, 0, 1], 0],
+        [[None] * 4, 7],
+        [[2, None, 0, None], 70_000],
+    ]
+    everyone = run("trade", 4, turns=turns)
+    for turn, (partners, size) in enumerate(turns):
+        for rank, other in enumerate(partners):
+            want = b"" if other is None else payload(other, size + other)
+            length, digest, sent = everyone[rank][turn]
+            assert (length, digest) == (len(want), hashlib.sha256(want).hexdigest())
+            if not kind.startswith("machines"):  # where a leader sends for all
+                assert sent <= size + rank + 4096 * (0 if kind == "shared" else 1) + 64
+        if kind.startswith("machines"):
+            brought = sum(size + rank for rank, other in enumerate(partners) if other is not None)
+            assert sum(everyone[rank][turn][2] for rank in range(4)) <= brought + 4 * 4096
+
+
 @pytest.mark.parametrize("codec", ["int8", "randomk:0.1"])
 def test_coded_gradients_come_to_the_same_bits_and_the_stated_bytes(run: Run, kind: str, codec: str) -> None:
     want = coded(Alone(torch.device("cpu")), None, {"codec": codec, "leaves": 6})  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.tensors.peers import TermEnded
+from paceline.tensors.peers import Alone, TermEnded
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan
 from tests.tensors.arithmetic import reduced, same, tree_weight
@@ -209,3 +211,21 @@ def test_the_next_point_is_as_if_nothing_had_been() -> None:
         worker.due = plan.leaves_of(rank)
     meet(case, left, "", 2)
     check_carried(case, left)
+
+
+def test_nothing_holds_the_memory_of_a_group_that_is_over() -> None:
+    """It is shared memory of the size of the model, for every death."""
+    grads = [torch.ones(5), torch.ones(3, 2)]
+    plan, group = Plan.of(1, 1), Alone(CPU)
+    reducer = Reducer(grads, len(grads), group)
+    reducer.open(plan, 0)
+    reducer.fold(0, grads, 1.0)
+    memory = weakref.ref(group.parts()[0][0])
+    for _ in range(2):
+        reducer.carry_on(plan, Alone(CPU), 0, 1)
+    reducer.peers = Alone(CPU)
+    reducer.open(plan, 0)
+    reducer.fold(0, grads, 1.0)
+    del group
+    gc.collect()
+    assert memory() is None

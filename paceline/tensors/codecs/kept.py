@@ -110,6 +110,10 @@ class Kept:
             for leaf, row in zip(mine, rows, strict=True):
                 self._row(self._at, 0, leaf).copy_(row)
 
+    def forget(self) -> None:
+        """Nothing is kept: as at first."""
+        self._memory, self._commits, self._mine, self._whole = {}, {}, {}, True
+
     # newcomers and checkpoints
 
     def capture(self) -> list[list[Any]]:
