@@ -21,7 +21,7 @@ def run_cell(line: str, cell: str) -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-cell-") as folder:
         script = Path(folder) / "cell.py"
         script.write_text(cell)
-        command = [sys.executable, "-m", "paceline", "run", *flags, str(script)]
+        command = [sys.executable, "-P", "-m", "paceline", "run", *flags, str(script)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
         with process.stdout:

@@ -464,7 +464,7 @@ class Run:
 
     def _wire_bytes(self) -> int:
         """What all who are here have sent."""
-        mine = self._strategy.wire_bytes if self._stepper is not None else 0
+        mine = self._strategy.wire_bytes() if self._stepper is not None else 0
         return sum(
             int.from_bytes(said, "little") for said in self.terms.meeting.gather(_SENT, mine.to_bytes(8, "little"))
         )

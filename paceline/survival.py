@@ -28,9 +28,10 @@ def words(settings: Settings, machine: str) -> str:
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
     if settings.listen and keeps(settings):
         cost += f"; what {settings.strategy} has kept for a worker is lost with it"
-    if settings.listen and find(settings.strategy).apart and settings.on_death == "replay":
+    entry = find(settings.strategy)
+    if settings.listen and entry.apart and settings.on_death == "replay":
         first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
-    elif settings.listen and keeps(settings) and not find(settings.strategy).free:
+    elif settings.listen and keeps(settings) and not (entry.free or entry.apart):
         first = (
             f"the run ends if a worker or a machine dies: on several machines nobody else has what {settings.strategy} keeps for its "
             "slots (+bf16 keeps nothing); then"

@@ -39,6 +39,8 @@ _ROOM = "TESTS_WARM_ROOM"
 _ROOM_BYTES = 1 << 14
 _MAY_DIFFER = {SECRET, VARIABLE, _ROOM, "PYTEST_CURRENT_TEST"}
 """Variables that no import looks at."""
+_START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.warm import main; del sys.path[0]; main()"
+"""As a nursery's command leaves sys.path."""
 
 
 class Warm:
@@ -54,7 +56,7 @@ class Warm:
             door.listen(64)
             self._process = subprocess.Popen(
                 # Its own command and environment give the room in which those of a nursery are written.
-                [sys.executable, "-m", "tests.warm", str(door.fileno()), " " * _ROOM_BYTES],
+                [sys.executable, "-P", "-c", _START, str(door.fileno()), " " * _ROOM_BYTES],
                 cwd=ROOT, env={**nursery_environment({**environment, **self.variables}, 1), _ROOM: " " * _ROOM_BYTES},
                 stdin=subprocess.PIPE, pass_fds=[door.fileno()], start_new_session=True,
             )  # fmt: skip
@@ -114,7 +116,6 @@ def _be_nursery(ask: dict[str, Any], fds: list[int], set_by_imports: Mapping[str
         os.chdir(ask["folder"])
         _take_environment({**ask["environment"], **set_by_imports})
         _show(ask["command"], ask["environment"])
-        sys.path[0] = ask["folder"]
         sys.orig_argv = ask["command"]
         sys.argv = [nursery.__file__, str(door), str(starter), ask["log"]]
         nursery.main()
@@ -141,7 +142,3 @@ def _show(command: list[str], environment: Mapping[str, str]) -> None:
         written = b"".join(os.fsencode(word) + b"\0" for word in words)
         assert len(written) <= end - start, f"{len(written)} bytes, and room for {end - start}"
         ctypes.memmove(start, written.ljust(end - start, b"\0"), end - start)
-
-
-if __name__ == "__main__":
-    main()

@@ -42,7 +42,7 @@ _DOOR = "door"
 def start_agent(folder: RunFolder, machine: int, first: bool) -> subprocess.Popen[bytes]:
     """Its own session, its own log: it outlives whoever starts it."""
     which = "first" if first else "next"
-    command = [sys.executable, "-m", "paceline.cluster.agent", which, str(machine), str(folder.path)]
+    command = [sys.executable, "-P", "-m", "paceline.cluster.agent", which, str(machine), str(folder.path)]
     with open(folder.logs / f"agent{f'-{machine}' if machine else ''}.log", "ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 

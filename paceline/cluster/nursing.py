@@ -120,7 +120,7 @@ class Nursery:
             undo.callback(ours.close)
             fds = (door.fileno(), theirs.fileno())
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.nursery", *map(str, fds), str(log)],
+                [sys.executable, "-P", "-m", "paceline.launch.nursery", *map(str, fds), str(log)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -242,7 +242,6 @@ class AllReduce:
     def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
-    @property
     def wire_bytes(self) -> int:
         return self._sent_before + self._peers.sent_bytes
 

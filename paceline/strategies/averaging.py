@@ -308,7 +308,6 @@ class Averaging:
     def whole(self) -> AbstractContextManager[Register | None]:
         return nullcontext()
 
-    @property
     def wire_bytes(self) -> int:
         return self._sent_before + self._peers.sent_bytes
 

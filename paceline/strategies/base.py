@@ -88,9 +88,8 @@ class Strategy(Protocol):
         """Inside, all of the run's state is in the replica, wherever it is kept: for a checkpoint, by main, between steps.
         Where workers run at their own pace, there is a register of it."""
 
-    @property
     def wire_bytes(self) -> int:
-        """What this worker has sent so far: to workers, and to servers, with what these have answered."""
+        """What this worker has sent so far, to workers or to servers."""
 
     def report(self) -> dict[str, Any]:
         """What the summary should say of it."""

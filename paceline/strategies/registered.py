@@ -187,7 +187,6 @@ class Registered(ABC):
             self._told_s = seconds
             self._holders.out([self._place], Lost(lost))
 
-    @property
     def wire_bytes(self) -> int:
         return self._holders.sent
 

@@ -200,7 +200,11 @@ class GroupPeers:
         coming = [size if worker == partner else 0 for worker, size in enumerate(sizes)]
         mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: sum(out)]
         theirs = torch.empty(sum(coming), dtype=torch.uint8)
-        self._wait(self._control.alltoall_base(theirs, mine, coming, out, dist.AllToAllOptions()))
+        try:
+            work = self._control.alltoall_base(theirs, mine, coming, out, dist.AllToAllOptions())
+        except RuntimeError as error:
+            explain(error, self._watch, self._next)
+        self._wait(work)
         self.sent_bytes += mine.nbytes
         return theirs.numpy().tobytes()
 

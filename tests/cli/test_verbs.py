@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from paceline.cli.runs import listing
 from paceline.cli.show import timeline
 from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
+from tests.end_to_end.launching import environment
 
 
 def call(*arguments: str) -> Result:
@@ -220,3 +224,16 @@ def test_a_file_that_is_no_file_of_weights(tmp_path: Path) -> None:
 def test_files_of_weights_are_hashed(tmp_path: Path, zipped: bool) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     assert call("hash", str(tmp_path / "w.pt")).output.startswith("8aefad56d866")
+
+
+# doctor
+
+
+def test_the_doctor_finds_a_sound_machine_sound(tmp_path: Path) -> None:
+    """Wherever it is asked: also beside a folder that is called like the package, as a clone is."""
+    (tmp_path / "paceline").mkdir()
+    command = [sys.executable, "-P", "-m", "paceline", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    for transport in ("shm", "gloo"):
+        assert re.search(rf"^{transport} +true \(2 MB between 2 workers in [\d.]+ ms\)$", done.stdout, re.MULTILINE)

@@ -6,7 +6,7 @@ like any other. Nothing but the standard library: this is before all else.
 import os
 import sys
 
-_NURSERY = ["-m", "paceline.launch.nursery"]
+_NURSERY = ["-P", "-m", "paceline.launch.nursery"]
 
 
 def _stand_in(door: int, starter: int, log: str) -> None:
@@ -29,6 +29,6 @@ def _stand_in(door: int, starter: int, log: str) -> None:
     os._exit(0)
 
 
-if sys.orig_argv[1:3] == _NURSERY and "TESTS_WARM" in os.environ:
-    _door, _starter, _log = sys.orig_argv[3:]
+if sys.orig_argv[1:4] == _NURSERY and "TESTS_WARM" in os.environ:
+    _door, _starter, _log = sys.orig_argv[4:]
     _stand_in(int(_door), int(_starter), _log)

@@ -58,6 +58,19 @@ def test_the_final_table_counts_in_words() -> None:
     assert "server" not in dict(summary_rows({**full, "servers": 0}, "runs/x"))["workers"]
 
 
+def test_the_final_table_tells_of_rounds_and_of_what_was_sent() -> None:
+    drift = {"last": 0.0125, "mean": 0.02, "most": 0.034}
+    known = {"rounds": 20, "participants": {"2": 20}, "drift": drift, "wire_bytes": 236_690_038, "compression": 0.25391}
+    rows = dict(summary_rows(known, "runs/x"))
+    assert rows["rounds"] == "20, of 2 participants; drift at last 0.0125, mean 0.02, at most 0.034"
+    assert rows["sent"] == "236.7 MB, 0.254 of what fp32 would be"
+    assert (
+        dict(summary_rows({"rounds": 6, "participants": {"3": 4, "5": 2}}, "runs/x"))["rounds"]
+        == "6, of 3 to 5 participants"
+    )
+    assert not {"rounds", "sent"} & set(dict(summary_rows({"wire_bytes": 0}, "runs/x")))
+
+
 def test_what_is_not_known_is_left_out() -> None:
     assert summary_rows({"exit": "failed: boom", "workers": 2}, "runs/x") == [
         ("exit", "failed: boom"),
