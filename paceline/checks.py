@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import OWN_GROUP, UsageError
 from paceline.replica import Replica
@@ -55,6 +57,44 @@ def optimizer_steps(stepper: Stepper | None, args: tuple[Any, ...], kwargs: dict
         stepper.no_reduce()
 
 
+def refuse_unprepared(replica: Replica) -> None:
+    """A parameter that a prepared optimizer trains, but that no prepared model has, would get a share's gradient only."""
+    known = {id(param) for model in replica.models for param in model.parameters()}
+    for optimizer in replica.optimizers:
+        for group, each in enumerate(optimizer.param_groups):
+            for number, param in enumerate(each["params"]):
+                if param.requires_grad and id(param) not in known:
+                    raise UsageError(
+                        f"{user_line()}: the prepared {type(optimizer).__name__} trains a parameter of shape {tuple(param.shape)} "
+                        f"(number {number} of its group {group}) that is in no prepared model, so workers would train it apart: "
+                        "give its module to run.prepare() too (a parameter by itself: put it into an nn.ParameterList)"
+                    )
+
+
+class ForgottenOptimizers:
+    """Tells once of each optimizer that changes prepared parameters and that the run was not given: from its first step on."""
+
+    def __init__(self, replica: Replica, registered: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+        self._known = {id(item) for item in [*replica.optimizers, *registered.values()]}
+        self._params = {id(param) for model in replica.models for param in model.parameters()}
+        self._told: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._warn = warn
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._known or optimizer in self._told:
+            return
+        self._told.add(optimizer)
+        if any(id(param) in self._params for group in optimizer.param_groups for param in group["params"]):
+            self._warn(
+                f"{user_line()}: this {type(optimizer).__name__} changes prepared parameters but was not given to prepare(): a "
+                "worker that replaces a lost one, and a resumed run, would start it anew; add it to prepare()"
+            )
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
 def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterator[str]:
     """A warning for each scheduler of a prepared optimizer that the run was not given."""
     known = {id(item) for item in [*replica.schedulers, *registered]}
@@ -62,6 +102,6 @@ def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterato
     for item in gc.get_objects():
         if issubclass(type(item), LRScheduler) and id(item) not in known and id(item.optimizer) in driven:
             yield (
-                f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): it works, "
-                "but a resumed run would start it anew; add it to prepare()"
+                f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): a worker "
+                "that replaces a lost one, and a resumed run, would start it anew, and end; add it to prepare()"
             )

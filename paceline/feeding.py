@@ -11,17 +11,22 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from paceline.cluster.board import Phase
+from paceline.data.copies import strided
 from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
 from paceline.data.partition import Split, skew
+from paceline.data.values import place
 from paceline.errors import UsageError
 from paceline.loops import Loop
+from paceline.orders import Orders
 from paceline.session import Session, user_line
 from paceline.steps import Batch, Stepper, line_of_close
 from paceline.stopping import Stopping
 from paceline.strategies.base import InRounds, Strategy
 from paceline.terms import Terms
 from paceline.unwinding import Running, came_through, running_now
+
+_LOOK = 9  # keeps the seeds of looks apart from those of steps, items and collation
 
 
 class Feeding:
@@ -33,6 +38,10 @@ class Feeding:
         self.feeds: list[Feed] = []
         self._positions: dict[int, tuple[int, int]] = {}
         """By a feed's number in the list: the epoch, and the batches of it that are trained."""
+        self._orders = Orders(session, terms)
+        self._loaders: list[DataLoader[Any]] = []
+        self._passed: dict[int, int] = {}
+        """By a feed's number: the epoch of which this process has gone through its batches."""
         self._stepper: Stepper | None = None
         self.loop: Loop | None = None
         """The strategy's own, where workers do not meet in every step."""
@@ -53,6 +62,7 @@ class Feeding:
         settings, number = self._session.settings, len(self.feeds)
         feed = self._feed(loader, mix(settings.seed, number))
         self.feeds.append(feed)
+        self._loaders.append(loader)
         if self._session.is_main and number == 0:
             words, sizes = (
                 self._batch_words(feed),
@@ -118,6 +128,10 @@ class Feeding:
         known, number = self._positions.get(feed, (epoch, 0))
         return number if known == epoch else 0
 
+    def begun(self, first: int, last: int) -> bool:
+        """Whether the position in a loader is in one of these epochs."""
+        return any(first <= epoch < last for epoch, _ in self._positions.values())
+
     def positions_at(self, feed: int, epoch: int, number: int) -> None:
         """So many batches of this loader are trained in the epoch."""
         if feed >= 0:
@@ -126,14 +140,16 @@ class Feeding:
     def epoch_done(self) -> None:
         self._positions = {}
 
-    def capture(self) -> list[tuple[int, int] | None]:
-        """The position in each loader."""
-        return [self._positions.get(number) for number in range(len(self.feeds))]
+    def capture(self) -> list[Any]:
+        """The position in each loader, and what is known of their samplers' orders."""
+        return [[self._positions.get(number) for number in range(len(self.feeds))], self._orders.capture()]
 
-    def restore(self, positions: list[tuple[int, int] | None]) -> None:
+    def restore(self, state: list[Any]) -> None:
+        positions, orders = state
         for number, (_, position) in enumerate(zip(self.feeds, positions, strict=True)):
             if position is not None:
                 self._positions[number] = position
+        self._orders.restore(orders)
 
     # batches
 
@@ -143,19 +159,34 @@ class Feeding:
         if stepper is None:
             yield from self._peek(feed)
             return
-        if self.loop is not None:
-            try:
-                yield from self.loop.over_loader(feed, feed_number)
-            except GeneratorExit:
-                self._session.left = line_of_close()
-                raise
+        if self._passed.get(feed_number) == stepper.epoch and not feed.dealing.clients:
+            yield from self._look(feed_number, stepper.epoch)
             return
+        if self.loop is None:
+            yield from self._trained(feed, feed_number, stepper)
+        else:
+            yield from self._looped(self.loop, feed, feed_number, stepper)
+        self._passed[feed_number] = stepper.epoch
+
+    def _looped(self, loop: Loop, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
+        """The strategy's own loop."""
+        loop.come_together()
+        self._orders.check(feed, feed_number, stepper.epoch)
+        try:
+            yield from loop.over_loader(feed, feed_number)
+        except GeneratorExit:
+            self._session.left = line_of_close()
+            raise
+
+    def _trained(self, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
+        """What is left of the epoch."""
         epoch = stepper.epoch
         number = self.position(feed_number, epoch)
         aimed: list[int] | None = None
         stepper.gaps.begin()
         self._session.left = None
         self._terms.catching_up = False
+        self._orders.check(feed, feed_number, epoch)
         try:
             while not self._stopping.reason and ((steps := feed.steps) is None or number < steps):
                 stepper.flat.fill()
@@ -174,9 +205,18 @@ class Feeding:
             self._session.left = line_of_close()
             if stepper.abandon():
                 self._positions[feed_number] = (epoch, number + 1)
+                if number + 1 == feed.steps:
+                    self._passed[feed_number] = epoch
             raise
         finally:
             feed.stop()
+
+    def _look(self, feed_number: int, epoch: int) -> Iterator[Any]:
+        """The epoch is trained, and the script goes through the loader once more, for an accuracy say: all that the loader
+        has, in whole batches, on each worker. No step, and nobody is met."""
+        key = mix(self._session.settings.seed, epoch, _LOOK)
+        for _, batch in strided(self._loaders[feed_number], 0, 1, key):
+            yield place(batch, self._session.device)
 
     def _draw(self, stepper: Stepper, loader: int, epoch: int, number: int) -> Any:
         """Begin a step with the loader's next batch: what the script's loop variable gets; None at the end of a stream."""

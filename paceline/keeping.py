@@ -56,7 +56,7 @@ class Keeping:
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in _BITS},
-                "replica": run._replica.capture(),
+                "replica": run._replica.capture() | self._gradients(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
                 "keys": run._kv.state_dict() if keys and run._kv is not None else {},
@@ -74,6 +74,12 @@ class Keeping:
             }
         )
 
+    def _gradients(self) -> dict[str, Any]:
+        """Those that the script still adds to. In the middle of a step they are its own business."""
+        stepper = self._run._stepper
+        assert stepper is not None
+        return {"gradients": {} if stepper.active else self._run._replica.gradients(stepper.stepped)}
+
     def restore(self, snapshot: Snapshot) -> None:
         run, tree, stepper = self._run, snapshot.tree, self._run._stepper
         assert stepper is not None
@@ -88,7 +94,7 @@ class Keeping:
         run.metrics.update(tree["metrics"])
         run._stopping.reason = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
-        stepper.gaps.longest_s = tree["longest_gap_s"]
+        stepper.before, stepper.gaps.longest_s = stepper.samples, tree["longest_gap_s"]
         stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
@@ -193,6 +199,9 @@ class Keeping:
         if not self._recorder.settle():
             self._owed = True
         every = run.settings.checkpoint_every
+        if not self._seen and (every or run.workers > 1):
+            self._seen = True
+            self.capture()  # refuses what cannot be kept, or handed to a newcomer: now, not hours later
         if (every and (self._due or run.stopped)) or stepper.agreed_term > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         run.terms.boundary(stepper.agreed_term, self)
@@ -208,9 +217,6 @@ class Keeping:
         run = self._run
         if not run.settings.checkpoint_every:
             return
-        if not self._seen:
-            self._seen = True
-            self.capture()  # refuses what cannot be kept: now, not hours later
         if run.stopped:
             self.at_stop()
         elif self._due or (self._owed and not self._takes_all):

@@ -93,7 +93,9 @@ class Run:
         self._replica = Replica(self.device)
         self._precision = Precision(self.settings.precision, self.device)
         self._mean = True
-        self._epochs_done = 0
+        self._epochs_done = self._epochs_asked = 0
+        self._entered = False
+        """A newcomer has its state."""
         self.terms = Terms(session)
         self._agreement = Agreement(session, self.terms, self._replica)
         self._keeping = Keeping(self)
@@ -112,6 +114,7 @@ class Run:
         self._stepper: Stepper | None = None
         self._laid = False
         self._kv: KeyValues | None = None
+        self._forgotten: checks.ForgottenOptimizers | None = None
         if not session.launched:
             _finish_at_exit(self)
 
@@ -160,15 +163,16 @@ class Run:
 
     # what the script gives
 
-    def prepare(self, *objects: Any, loss: str = "mean") -> Any:
+    def prepare(self, *objects: Any, loss: str | None = None) -> Any:
         """Hand over what is trained: models, optimizers, schedulers, the loader. In place, no wrappers.
 
-        Everyone gets worker 0's weights. `loss="sum"` adds the shares' gradients instead of averaging.
+        Everyone gets worker 0's weights. `loss="sum"` adds the shares' gradients instead of averaging ("mean").
         Returns what it was given.
         """
-        if loss not in ("mean", "sum"):
+        if loss not in (None, "mean", "sum"):
             raise UsageError(f'prepare(loss={loss!r}): say "mean" or "sum"')
-        self._mean = loss == "mean"
+        if loss is not None:
+            self._mean = loss == "mean"
         if self._stepper is not None:
             raise UsageError(f"{user_line()}: prepare() after training has begun; prepare everything before the loop")
         checks.refuse_own_group()
@@ -223,14 +227,22 @@ class Run:
         return self._stepper.epoch if self._stepper else 0
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs to train, from where the run stands."""
+        """So many epochs, behind those that were asked for before; a resumed run goes on where it stood.
+
+        Their numbers go on: after `epochs(2)`, a second `epochs(2)` gives 2 and 3.
+        """
         stepper = self._begin_loop()
         rounds = self._strategy.rounds if isinstance(self._strategy, InRounds) else 0
-        count = rounds or self.settings.epochs or count
+        # What was asked for before says where a loop begins, not what was trained: so a newcomer, or a resumed run, goes
+        # through its script's earlier loops without an epoch and lands in the one where the others are.
+        first, self._epochs_asked = self._epochs_asked, self._epochs_asked + (rounds or self.settings.epochs or count)
+        last = self._epochs_asked
+        if first and self.stopped and not self._feeding.begun(first, last):
+            last = first  # in an earlier loop
         try:
-            for epoch in range(stepper.epoch, count):
+            for epoch in range(max(stepper.epoch, first), last):
                 stepper.epoch = epoch
-                self._session.row.describe(total_steps=self._feeding.total_steps(count))
+                self._session.row.describe(total_steps=self._feeding.total_steps(last))
                 yield epoch
                 if self.stopped and not self._feeding.at_end:
                     break  # in the middle of an epoch, which a resumed run goes on with
@@ -288,12 +300,15 @@ class Run:
 
     def _begin_loop(self) -> Stepper:
         if self._stepper is None:
+            checks.refuse_unprepared(self._replica)
             self._stepper = self._attach()
             if self.is_main and self._session.workers > 1:
                 self._session.notice(survival.words(self.settings, socket.gethostname()))
+            self._forgotten = checks.ForgottenOptimizers(self._replica, self._registered, self._warn)
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
-        if self._session.joining:
+        if self._session.joining and not self._entered:
+            self._entered = True
             self._feeding.loop.enter() if self._feeding.loop is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
         elif self._session.resume_from:
@@ -365,6 +380,8 @@ class Run:
         stepper.committed = self._after_commit
         stepper.delivered = self._keeping.delivered
         stepper.summed = not self._mean
+        for optimizer in self._replica.optimizers:
+            stepper.watch(optimizer)
         if not isinstance(strategy, Stepwise):
             self._feeding.loop = loop_of(self, strategy, stepper)
         elif stepper.slots > 1:
@@ -474,7 +491,10 @@ class Run:
         if self.finished:
             return
         self.finished = True
-        self._between_points("the end of the script")
+        if self._forgotten is not None:
+            self._forgotten.close()
+        if not self._failed:  # an exception may have come from anywhere
+            self._between_points("the end of the script")
         if self._kv is not None:
             self._kv.close()
         digest = self._replica.weights_sha256()

@@ -189,7 +189,7 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     "; did you mean 'slots'?"
     """
     near = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {near[0]!r}?" if near and near[0] != name else ""
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

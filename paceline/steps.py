@@ -121,6 +121,8 @@ class Stepper:
         self.alone = self._pieces is not None or (self.slots == 1 and not scaled)
         """One share at a time: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
+        self.before = 0
+        """Samples that the run had trained before this worker came in, or it was resumed."""
         self.batch: Batch | None = None
         self.in_hand: int | None = None
         """The step that was begun and has not ended; whoever leaves the loop in it leaves this as it is."""
@@ -130,6 +132,9 @@ class Stepper:
         """Between the start of a step and its end."""
         self.inside = False
         """Within the body of run.slots()."""
+        self.stepped: set[int] = set()
+        """The optimizers that have made a step since this one began, by id: they have used their gradients."""
+        self._watched = False
         self.left_early: str | None = None
         self.summed = False
         """Whether shares' gradients are added instead of averaged."""
@@ -174,6 +179,7 @@ class Stepper:
         """A step begins; its time counts from `since`, when its batch was asked for."""
         self.batch, self.call, self._taken, self.active, self._delivered = batch, 0, {}, True, None
         self.leaves, self.in_hand, self.slot = self.slots, self.step, -1
+        self.stepped.clear()
         if not self.alone:
             self._strategy.begin_step()
         if self.alone or not self.flat.begin():
@@ -203,6 +209,15 @@ class Stepper:
         self._row.progress(steps, self.epoch, self.samples)
         self.active, self.batch, self.in_hand = False, None, None
 
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step tells that gradients are used; and where nobody is met, that a batch was trained."""
+
+        def note(*_: Any) -> None:
+            self.stepped.add(number)
+
+        number, self._watched = id(optimizer), True
+        optimizer.register_step_post_hook(note)
+
     def _over(self) -> None:
         self.active = False
         if not self.alone:
@@ -225,7 +240,10 @@ class Stepper:
 
     def abandon(self) -> bool:
         """The script left the loop in the middle of a step; whether that step was trained."""
-        trained = self.active and not self.inside and self.left_early is None and (self.call > 0 or self.alone)
+        done = self.call > 0 or (
+            self.alone and (bool(self.stepped) or not self._watched)
+        )  # else it has only looked at a batch
+        trained = self.active and not self.inside and self.left_early is None and done
         if trained:
             self._count_step(time.perf_counter())
         self._over()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from paceline.data.generators import drawing_from
 from paceline.data.order import mix
 from paceline.data.random import set_known_seed, set_seed, untouched
 
@@ -107,6 +108,13 @@ def with_sampler(loader: DataLoader[Any], sampler: Any, data: Seeded) -> DataLoa
     return inner
 
 
+def fetched_by(loader: DataLoader[Any], tagged: Any, data: Seeded) -> Any:
+    """One batch the way the loader goes, which may be a subclass's own, in this process."""
+    inner = with_sampler(loader, [tagged], data)
+    inner.__dict__.update({"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0})
+    return next(iter(inner))
+
+
 def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Iterator[tuple[int, Any]]:
     """The loader's own batches number first, first + stride, …, each with its number; draws follow the sample."""
     if isinstance(loader.dataset, IterableDataset):
@@ -115,6 +123,7 @@ def strided(loader: DataLoader[Any], first: int, stride: int, key: int) -> Itera
                 yield number, item
         return
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    mine = list(source)[first::stride]
+    with drawing_from(source, key):
+        mine = list(source)[first::stride]
     inner = with_sampler(loader, [(key, ids) for ids in mine], Seeded(loader.dataset, loader.collate_fn))
     yield from zip(range(first, first + stride * len(mine), stride), inner, strict=True)

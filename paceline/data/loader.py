@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.data.copies import ORIGINAL, Seeded, copy_of, with_sampler
+from paceline.data.copies import ORIGINAL, Seeded, copy_of, fetched_by, with_sampler
 from paceline.data.dealing import Dealing
 from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
@@ -64,6 +64,9 @@ class Feed(Protocol):
 
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         """Instead: these are the next shares, (step, slot) each; there may be more of them later."""
+
+    def order_digest(self, epoch: int) -> int:
+        """Of the order of the epoch's ids, where a user's sampler deals them; else 0."""
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         """Samples in each slot's share, or None if that is known only once they are loaded."""
@@ -110,18 +113,23 @@ class MapFeed:
     def steps(self) -> int | None:
         return self._shares.steps
 
+    def order_digest(self, epoch: int) -> int:
+        return self._shares.digest(epoch)
+
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         return self._shares.sizes(epoch, step) if self._sized else None
 
     def share(self, epoch: int, step: int, slot: int) -> Share | None:
         ids = self._shares.ids(epoch, step, slot)
-        if not len(ids):
-            return None
+        return Share(self._fetch(ids), ids) if len(ids) else None
+
+    def _fetch(self, ids: Ids) -> Any:
+        """Here and now."""
         if self._single:
             value = self._collate(self._data[self._key, int(ids[0])])
         else:
             value = self._data.__getitems__((self._key, ids.tolist()))
-        return Share(pinned(value) if self._pin else value, ids)
+        return pinned(value) if self._pin else value
 
     def stand_in(self, epoch: int, step: int) -> Any:
         index = _any_id(self._shares, epoch, step)
@@ -167,7 +175,7 @@ class AheadFeed(MapFeed):
     def __init__(self, loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> None:
         super().__init__(loader, shares, dealing)
         self._aim = _Aim(shares, self._single)
-        self._loader = with_sampler(loader, self._aim, self._data)
+        self._loader, self._own_way = with_sampler(loader, self._aim, self._data), _goes_its_own_way(loader)
         self.depth = loader.num_workers * (loader.prefetch_factor or 0)
         self._items: Iterator[Any] | None = None
         self._early: dict[tuple[int, int], Share] = {}
@@ -201,6 +209,17 @@ class AheadFeed(MapFeed):
             self._early[place] = share
         return super().share(epoch, step, slot)
 
+    def _fetch(self, ids: Ids) -> Any:
+        if not self._own_way:
+            return super()._fetch(ids)
+        tagged = (self._key, int(ids[0]) if self._single else ids.tolist())
+        return fetched_by(self._loader, tagged, self._data)
+
+    def stand_in(self, epoch: int, step: int) -> Any:
+        if not self._own_way:
+            return super().stand_in(epoch, step)
+        return self._fetch(np.array([_any_id(self._shares, epoch, step)]))
+
     def stop(self) -> None:
         self._items = None
 
@@ -220,6 +239,9 @@ class TensorFeed:
 
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         return
+
+    def order_digest(self, epoch: int) -> int:
+        return self._shares.digest(epoch)
 
     def sizes(self, epoch: int, step: int) -> list[int] | None:
         return self._shares.sizes(epoch, step)
@@ -266,6 +288,9 @@ class StreamFeed:
     def follow(self, epoch: int, places: Iterable[tuple[int, int]]) -> None:
         raise UsageError("a stream cannot be taken out of turn")
 
+    def order_digest(self, epoch: int) -> int:
+        return 0
+
     def _read_step(self) -> None:
         self._held, self._step = [], self._step + 1
         for _ in range(self._slots):
@@ -300,6 +325,7 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
         )
     if isinstance(loader.dataset, IterableDataset):
         return StreamFeed(copy_of(loader), Dealing("stream", slots, seed))
+    _refuse_a_part(loader)
     n = _size_of(loader.dataset)
     batches, feed = loader.batch_sampler, AheadFeed if _reads_by_itself(loader) else MapFeed
     if batches is not None and type(batches) is not BatchSampler:
@@ -320,15 +346,19 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
 
 def feed_of(loader: DataLoader[Any], shares: Shares, dealing: Dealing) -> Feed:
     """Of a map-style data set in batches that are cut here."""
-    if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate and loader.num_workers == 0:
-        return TensorFeed(loader, shares, dealing)
-    return (AheadFeed if _reads_by_itself(loader) else MapFeed)(loader, shares, dealing)
+    if _reads_by_itself(loader):
+        return AheadFeed(loader, shares, dealing)
+    rows = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+    return (TensorFeed if rows else MapFeed)(loader, shares, dealing)
 
 
 def _reads_by_itself(loader: DataLoader[Any]) -> bool:
-    """Whether it has processes, or a subclass's own way to go through its batches."""
-    names = ("__iter__", "_get_iterator")
-    return loader.num_workers > 0 or any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in names)
+    return loader.num_workers > 0 or _goes_its_own_way(loader)
+
+
+def _goes_its_own_way(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass has its own way to go through its batches, in which it may change them."""
+    return any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
 
 
 def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Shares:
@@ -347,6 +377,17 @@ def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Sh
             f"raise batch_size to {slots} or more, or pass --slots {batch}"
         )
     return BatchShares(order, batch, slots, split, dealing.drop_last)
+
+
+def _refuse_a_part(loader: DataLoader[Any]) -> None:
+    """A DistributedSampler, or one like it, deals each process its part; here all of them must deal the whole."""
+    for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        replicas = getattr(part, "num_replicas", 1)
+        if replicas != 1:
+            raise UsageError(
+                f"prepare() was given a loader whose {type(part).__name__} deals out one part in {replicas}, so the rest would "
+                "never be trained: drop the sampler (shuffle=True instead); Paceline deals the shares itself"
+            )
 
 
 def _size_of(dataset: Any) -> int:

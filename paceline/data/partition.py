@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from paceline.data.order import Ids, Order, Shuffled, mix
+from paceline.data.order import Ids, Order, Shuffled, digest_in_order, mix
 from paceline.errors import UsageError
 
 Range = tuple[int, int]
@@ -97,6 +97,10 @@ class Shares(ABC):
     def ids(self, epoch: int, step: int, slot: int) -> Ids:
         """The samples of one slot's share."""
 
+    def digest(self, epoch: int) -> int:
+        """Of the order of the epoch's ids, where a user's sampler deals them; else 0."""
+        return 0
+
     @abstractmethod
     def sizes(self, epoch: int, step: int) -> list[int]:
         """How many samples each slot has in this step: what a share's gradient weighs."""
@@ -128,6 +132,9 @@ class BatchShares(Shares):
             window = self.order.ids(epoch, start, start + max(self._AHEAD, self.batch))
             self._window = (epoch, start, window)
         return window[base - start + first : base - start + last]
+
+    def digest(self, epoch: int) -> int:
+        return self.order.digest(epoch)
 
     def sizes(self, epoch: int, step: int) -> list[int]:
         if (step + 1) * self.batch <= self.order.n:
@@ -187,12 +194,12 @@ class GivenBatches(Shares):
     def _draw(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        from paceline.data.random import seeded
+        from paceline.data.generators import drawing_from
 
         for part in (self._source, getattr(self._source, "sampler", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        with seeded(mix(self._seed, epoch)):
+        with drawing_from(self._source, mix(self._seed, epoch)):
             batches = [np.asarray(list(batch), dtype=np.int64) for batch in self._source]  # type: ignore[attr-defined]
         self._flat = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
         self._ends = [0, *np.cumsum([len(batch) for batch in batches]).tolist()]
@@ -203,6 +210,10 @@ class GivenBatches(Shares):
         base, end = self._ends[step], self._ends[step + 1]
         first, last = self._split.cut(end - base, self._slots)[slot]
         return self._flat[base + first : base + last]
+
+    def digest(self, epoch: int) -> int:
+        self._draw(epoch)
+        return digest_in_order(self._flat, np.asarray(self._ends, dtype=np.int64))
 
     def sizes(self, epoch: int, step: int) -> list[int]:
         self._draw(epoch)
@@ -220,6 +231,9 @@ class ItemShares(Shares):
     def ids(self, epoch: int, step: int, slot: int) -> Ids:
         position = step * self.slots + slot
         return self.order.ids(epoch, position, position + 1)
+
+    def digest(self, epoch: int) -> int:
+        return self.order.digest(epoch)
 
     def sizes(self, epoch: int, step: int) -> list[int]:
         return [1 if step * self.slots + slot < self.order.n else 0 for slot in range(self.slots)]

@@ -127,7 +127,15 @@ class Rehearsal:
 
     def _verified(self, name: str) -> str:
         """What `paceline verify` has to say against this run; or nothing."""
-        command = [sys.executable, "-P", "-m", "paceline", "verify", str(self.folder / "reference"), str(self.folder / name)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "paceline",
+            "verify",
+            str(self.folder / "reference"),
+            str(self.folder / name),
+        ]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         return (said[-1] if said else f"exit code {done.returncode}") if done.returncode else ""

@@ -1,13 +1,15 @@
 """Buffers (BatchNorm's running statistics and counters) follow one rule at any worker count: every share
 starts from the values the step began with, and a buffer moves by the weighted mean of the shares' moves.
 
-A buffer that no share changed is left alone, so a constant one may hold anything (a mask of -inf).
+A buffer that no share changed is left alone, so a constant one may hold anything (a mask of -inf). One that has got
+another shape or type since prepare() is a cache: it stays as its worker has made it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 
@@ -24,32 +26,42 @@ class Buffers:
         """What shares start from."""
         return self._start
 
+    @torch.no_grad()
     def begin(self) -> None:
-        """Shares start from what the buffers hold now."""
+        """Shares start from what the buffers hold now; the script may have put another tensor in one's place."""
+        for index, (module, name) in enumerate(self._homes):
+            now = module._buffers.get(name)
+            if now is not self._tensors[index] and _alike(now, self._tensors[index]):
+                self._tensors[index].copy_(now)
+                module._buffers[name] = self._tensors[index]
         if self._tensors:
             torch._foreach_copy_(self._start, self._tensors)
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
         """Inside, buffers hold the values that shares start from; afterwards what this share has made of them."""
-        now = [module._buffers[name] for module, name in self._homes]
-        moved = [tensor.clone() for tensor in self._tensors]
+        kept = []
         for (module, name), tensor, start in zip(self._homes, self._tensors, self._start, strict=True):
-            module._buffers[name] = tensor
-            tensor.copy_(start)
+            now = module._buffers.get(name)
+            if _alike(now, tensor):
+                kept.append((module, name, now, tensor, tensor.clone()))
+                module._buffers[name] = tensor
+                tensor.copy_(start)
         try:
             yield
         finally:
-            for (module, name), tensor, own, value in zip(self._homes, self._tensors, now, moved, strict=True):
-                module._buffers[name] = own
+            for module, name, now, tensor, value in kept:
+                module._buffers[name] = now
                 tensor.copy_(value)
 
     def take(self) -> list[torch.Tensor | None]:
         """How far a share has moved each buffer (None: not at all), which is put back for the next share."""
         moves: list[torch.Tensor | None] = []
-        for index, (tensor, (module, name)) in enumerate(zip(self._tensors, self._homes, strict=True)):
-            now, start = module._buffers[name], self._start[index]
-            assert now is not None
+        for tensor, start, (module, name) in zip(self._tensors, self._start, self._homes, strict=True):
+            now = module._buffers.get(name)
+            if not _alike(now, tensor):
+                moves.append(None)
+                continue
             # By value: BatchNorm's kernel does not bump a version. A GPU is not waited for: all count as changed.
             if not now.is_cuda and torch.equal(now, start):
                 moves.append(None)
@@ -69,15 +81,19 @@ class Buffers:
 
     def values(self) -> list[torch.Tensor]:
         """What the buffers hold now: a copy, whole numbers in double precision."""
-        held = [module._buffers[name] for module, name in self._homes]
-        return [now.clone() if now.is_floating_point() else now.double() for now in held if now is not None]
+        held = []
+        for tensor, (module, name) in zip(self._tensors, self._homes, strict=True):
+            now = module._buffers.get(name)
+            held.append(now if _alike(now, tensor) else tensor)
+        return [now.clone() if now.is_floating_point() else now.double() for now in held]
 
     def put(self, values: Sequence[torch.Tensor]) -> None:
         """They hold this from now on."""
         for tensor, start, (module, name), value in zip(self._tensors, self._start, self._homes, values, strict=True):
             tensor.copy_((value if tensor.dtype.is_floating_point else value.round()).to(tensor.dtype))
             start.copy_(tensor)
-            module._buffers[name] = tensor  # a module may have put a new tensor in its place
+            if _alike(module._buffers.get(name), tensor):
+                module._buffers[name] = tensor  # a module may have put a new tensor in its place
 
     def settle(self, moves: Sequence[torch.Tensor], present: Sequence[bool], factor: float) -> None:
         """All shares are in: `moves` times `factor` is their mean."""
@@ -87,6 +103,12 @@ class Buffers:
                 rounded = move if tensor.dtype.is_floating_point else move.round()
                 tensor.copy_(self._start[index] + rounded.to(tensor.dtype))
                 self._start[index].copy_(tensor)
+
+
+def _alike(now: torch.Tensor | None, tensor: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    if now is tensor:
+        return True
+    return now is not None and (now.shape, now.dtype, now.device) == (tensor.shape, tensor.dtype, tensor.device)
 
 
 def _move(now: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,16 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from paceline.data import loader as loader_module
+from paceline.data.copies import strided
 from paceline.data.loader import AheadFeed, MapFeed, StreamFeed, TensorFeed, build_feed
 from paceline.data.partition import Split
 from paceline.errors import UsageError
@@ -171,6 +174,31 @@ def test_a_loaders_own_way_through_its_batches_is_kept() -> None:
     assert feed._loader.passes == 1  # type: ignore[attr-defined]
 
 
+class Scaling(DataLoader[Any]):
+    """It changes what comes out of it."""
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield {"x": x * 1000, "y": y}
+
+
+@pytest.mark.parametrize("make", [numbers, Augmented], ids=["tensors", "general"])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_a_loaders_own_way_makes_of_a_batch_is_trained_whoever_trains_it(make: Any, processes: int) -> None:
+    """Also a share that falls to this worker because another has died, and one that is lent."""
+    loader = Scaling(make(24), batch_size=8, shuffle=True, num_workers=processes)
+    feed = build_feed(loader, 4, EVEN, 9)
+    plain_feed = build_feed(DataLoader(make(24), batch_size=8, shuffle=True), 4, EVEN, 9)
+    for each in (feed, plain_feed):
+        each.start(0, 0, [0, 2])
+    for slot in (0, 1, 2, 3):
+        ours, theirs = (value(each.share(0, 0, slot)) for each in (feed, plain_feed))
+        assert torch.equal(ours["x"], theirs[0] * 1000) and torch.equal(ours["y"], theirs[1])
+    lent = feed.stand_in(0, 0)
+    assert lent["x"].shape[0] == 1 and torch.equal(lent["y"], plain_feed.stand_in(0, 0)[1])
+    feed.stop()
+
+
 def test_shares_come_in_any_order_and_for_any_slot_whoever_reads_them() -> None:
     """Slots that are dealt anew within a step: some were aimed at, and some are another worker's."""
     feeds = [build_feed(kind(Augmented(), batch_size=8, shuffle=True), 4, EVEN, 9) for kind in (Counting, DataLoader)]
@@ -262,6 +290,68 @@ def test_a_random_users_sampler_is_the_same_on_every_worker() -> None:
     assert whole != drawn(2, range(2))
 
 
+class Drawing:
+    """A sampler with a generator of NumPy's or Python's."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(range(20))
+        self.generator.shuffle(ids)
+        return iter(ids)
+
+
+def _fresh(seed: int) -> dict[str, dict[str, Any]]:
+    """Loaders' arguments, with generators of their own: as a newcomer's script makes them."""
+    own = torch.Generator().manual_seed(seed)
+    random_batches = BatchSampler(RandomSampler(range(20), generator=own), 4, False)
+    return {
+        "subset": {"batch_size": 4, "sampler": SubsetRandomSampler(range(20), generator=own)},
+        "replacement": {"batch_size": 4, "sampler": RandomSampler(range(20), True, 20, generator=own)},
+        "numpy": {"batch_size": 4, "sampler": Drawing(np.random.default_rng(seed))},
+        "python": {"batch_size": 4, "sampler": Drawing(random.Random(seed))},
+        "older numpy": {"batch_size": 4, "sampler": Drawing(np.random.RandomState(seed))},
+        "batches": {"batch_sampler": type("Own", (BatchSampler,), {})(random_batches.sampler, 4, False)},
+        "items": {"batch_size": None, "sampler": SubsetRandomSampler(range(20), generator=own)},
+    }
+
+
+@pytest.mark.parametrize("kind", _fresh(0))
+def test_a_sampler_with_a_generator_of_its_own_gives_a_newcomer_what_all_have(kind: str) -> None:
+    def feed(seed: int) -> Any:
+        return build_feed(DataLoader(numbers(20), **_fresh(seed)[kind]), 2, EVEN, 5)
+
+    member, newcomer = feed(7), feed(8)
+    epochs = [plain(steps_of(member, range(2), epoch)) for epoch in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
+    assert plain(steps_of(newcomer, range(2), 2)) == epochs[2]
+    assert newcomer.order_digest(2) == member.order_digest(2) != 0
+    member.order_digest(1)
+    assert newcomer.order_digest(1) == member.order_digest(1) != member.order_digest(2)
+
+
+def test_drawing_an_epoch_leaves_a_generator_as_it_was() -> None:
+    own = torch.Generator().manual_seed(3)
+    feed = build_feed(
+        DataLoader(numbers(20), batch_size=4, sampler=SubsetRandomSampler(range(20), generator=own)), 2, EVEN, 5
+    )
+    steps_of(feed, range(2))
+    assert torch.equal(own.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_who_evaluates_with_another_generators_state_deals_the_same_batches() -> None:
+    dealt = []
+    for seed, first in ((1, 0), (2, 1)):  # two workers, one of which came later
+        sampler = SubsetRandomSampler(range(20), generator=torch.Generator().manual_seed(seed))
+        loader = DataLoader(numbers(20), batch_size=4, sampler=sampler)
+        dealt += [int(x) for _, batch in strided(loader, first, 2, 5) for x in batch[1]]
+    assert sorted(dealt) == list(range(20))
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -275,6 +365,20 @@ def test_a_users_sampler_is_not_silently_dropped_by_rows(sampler: Any) -> None:
     """Rows cut the data set itself: a sampler that means something else cannot be followed."""
     with pytest.raises(UsageError, match="sampler"):
         build_feed(DataLoader(numbers(20), batch_size=4, sampler=sampler), 2, ROWS, 5)
+
+
+@pytest.mark.parametrize("given", ["sampler", "batches", "own batches"])
+def test_a_sampler_that_deals_one_of_several_parts_is_refused(given: str) -> None:
+    def loader(replicas: int) -> DataLoader[Any]:
+        part = DistributedSampler(numbers(20), num_replicas=replicas, rank=0)
+        if given == "sampler":
+            return DataLoader(numbers(20), batch_size=4, sampler=part)
+        kind = BatchSampler if given == "batches" else type("Own", (BatchSampler,), {})
+        return DataLoader(numbers(20), batch_sampler=kind(part, 4, False))
+
+    with pytest.raises(UsageError, match=r"DistributedSampler deals out one part in 2, .* drop the sampler"):
+        build_feed(loader(2), 2, EVEN, 0)
+    assert build_feed(loader(1), 2, EVEN, 0).steps == 5
 
 
 def test_a_sampler_without_a_length_is_told_what_to_do() -> None:

@@ -83,6 +83,14 @@ for epoch in run.epochs(2):
     assert "leave the other out of prepare()" in line
 
 
+def test_a_sampler_that_deals_each_worker_others(tmp_path: Path) -> None:
+    script = (
+        HEAD + "loader = DataLoader(data, batch_size=24, sampler=[(i + run.rank) % 96 for i in range(96)])\n" + BODY
+    )
+    line = mistake(tmp_path, script, "-n", "2")
+    assert "the sampler of loader 0 gives worker 1 other samples" in line and "set_epoch()" in line
+
+
 def test_batch_smaller_than_slots(tmp_path: Path) -> None:
     line = mistake(tmp_path, HEAD + BODY, "-n", "2", "--slots", "32")
     assert "batch of 24 is smaller than the 32 slots" in line
@@ -141,6 +149,19 @@ def test_scheduler_not_prepared_is_a_warning(tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert "StepLR drives a prepared optimizer" in result.out
     assert any(event["event"] == "warning" for event in result.events())
+
+
+def test_optimizer_not_prepared_is_a_warning(tmp_path: Path, alone: Alone) -> None:
+    """Unless it trains something else, or is the run's by another way."""
+    others = "apart = torch.optim.SGD(nn.Linear(1, 1).parameters())\nnamed = torch.optim.SGD(model.parameters())\n"
+    body = BODY.replace("model, optimizer, ", "model, ").replace(
+        "optimizer.step()", "optimizer.step(); apart.step(); named.step()"
+    )
+    result = alone(tmp_path, HEAD + others + "run.register('named', named)\n" + body, slots=2)
+    assert result.code == 0, result.err
+    (told,) = [event["why"] for event in result.events() if event["event"] == "warning"]
+    assert told.startswith("train.py:20: this SGD changes prepared parameters but was not given to prepare()")
+    assert told in result.err
 
 
 def test_run_name_in_use(tmp_path: Path) -> None:
@@ -213,3 +234,29 @@ def test_a_run_of_one_by_plain_python_ends_with_2_too(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "run.slots() outside a step" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_state_that_cannot_be_handed_over_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    script = HEAD + "import numpy\nrun.state['counts'] = numpy.zeros(2)\n" + BODY
+    assert "the run's state has a ndarray at state.counts" in mistake(tmp_path, script, "-n", "2")
+
+
+def test_a_trained_parameter_in_no_prepared_model(tmp_path: Path, alone: Alone) -> None:
+    script = HEAD + "optimizer.add_param_group({'params': nn.Linear(4, 2).parameters()})\n" + BODY
+    line = mistake_alone(alone, tmp_path, script, slots=2)
+    assert "train.py:14: the prepared SGD trains a parameter of shape (2, 4) (number 0 of its group 1)" in line
+
+
+def test_a_second_prepare_keeps_the_kind_of_loss(tmp_path: Path, alone: Alone) -> None:
+    one = HEAD + BODY.replace("loader)", "loader, loss='sum')", 1)
+    two = HEAD + "run.prepare(model, optimizer, loss='sum')\n" + BODY.replace("model, optimizer, ", "")
+    made = [alone(tmp_path, script, slots=2, name=name).weights for name, script in (("one", one), ("two", two))]
+    assert made[0] == made[1] != alone(tmp_path, HEAD + BODY, slots=2, name="mean").weights
+
+
+def test_an_exception_in_the_inner_loop_is_all_that_is_told(tmp_path: Path, alone: Alone) -> None:
+    script = HEAD + BODY.replace(".backward()", ".backward()\n            if run.step == 2: raise ValueError('my own')")
+    result = alone(tmp_path, script, slots=2)
+    assert result.code == 1 and "paceline: failed: 2 steps" in result.last_line
+    assert result.err.count("Traceback") == 1 and "run.slots()" not in result.err.split("ValueError: my own")[1]
+    assert result.summary["exit"] == "failed" and result.summary["steps"] == 2

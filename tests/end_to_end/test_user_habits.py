@@ -10,7 +10,7 @@ from tests.alone import Alone
 from tests.end_to_end.launching import launch, write_script
 
 SCRIPT = """
-import copy, sys, torch, torch.nn.functional as F
+import copy, os, sys, time, torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 import paceline
@@ -23,9 +23,17 @@ class Model(nn.Module):
         self.linear, self.unused = nn.Linear(4, 3), nn.Linear(300, 300)
         self.register_buffer("mask", torch.full((3,), float("-inf")))
         self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("grown", torch.ones(1), persistent=False)
+        self.last = nn.Linear(3, 3).requires_grad_(False)
 
     def forward(self, x):
-        y = self.linear(x)
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, 4)
+        if run.step >= 2 and len(self.grown) == 1:
+            self.grown = torch.linspace(0.9, 1.1, 3)
+        y = self.last(self.linear(x * self.table) * self.grown) / self.temperature
         if self.training:  # a buffer that is put in another's place
             self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
         return y
@@ -52,12 +60,20 @@ def collate(samples):
 g = torch.Generator().manual_seed(1)
 X, Y = torch.randn(64, 4, generator=g), torch.randint(0, 3, (64,), generator=g)
 model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+trained = [p for p in model.parameters() if p.requires_grad]
+optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 optimizer.param_groups[0]["filter"] = lambda p: True
 loader = DataLoader(Items(), batch_size=16, shuffle=True, collate_fn=collate)
 run.prepare(model, optimizer, loader)
-for epoch in run.epochs(2):
+for epoch in run.epochs(3):
+    if epoch == 1 and len(optimizer.param_groups) == 1:  # not again in a worker that comes in this epoch
+        optimizer.add_param_group({"params": list(model.last.requires_grad_(True).parameters()), "lr": 0.05})
     for batch in loader:
+        if wrong == "killed" and run.step == 5 and run._session.worker == 1:
+            os.kill(os.getpid(), 9)
+        while wrong == "killed" and run.step == 7 and not run._session.board.next_term and run._session.view.term < 3:
+            time.sleep(0.001)
+        model.temperature = torch.tensor(1 + 0.1 * run.step)
         for x, y in run.slots():
             (F.cross_entropy(model(x), y) * 20).backward()
             for p in model.parameters():
@@ -81,13 +97,15 @@ print("sum", run.evaluate(lambda batch: {"sum": float(batch.sum())}, DataLoader(
 
 
 def test_bits_are_the_same_whatever_a_script_is_used_to(tmp_path: Path, alone: Alone) -> None:
-    """A mask of -inf, a reassigned buffer, a function in param_groups, a random collate_fn, a clamp through
-    .data, copies of the model, an evaluation that draws."""
+    """A mask of -inf, a reassigned buffer, one assigned by hand, one filled by the first forward, one that grows, a layer that
+    thaws into a group of its own, a random collate_fn, a clamp through .data, copies of the model, an evaluation that draws;
+    and a kill."""
     script = write_script(tmp_path, SCRIPT)
     one, two = (
         alone(tmp_path, script, slots=2, args=("",)),
-        launch(tmp_path, script, "-n", "2", "--slots", "2", args=("",)),
+        launch(tmp_path, script, "-n", "2", "--slots", "2", args=("killed",)),
     )
+    assert two.summary["recoveries"] == 1 and two.summary["workers"] == 2
     assert one.weights == two.weights
     said = [run.out.split("sum ")[1].split()[0] for run in (one, two)]
     assert said[0] == said[1]

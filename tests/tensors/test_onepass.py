@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -133,3 +135,32 @@ def test_a_system_that_runs_no_code_of_ours_adds_with_torch(monkeypatch: pytest.
         assert not OnePass.can([lines(1), lines(1)], PAIR.steps, [lines(1)])
     finally:
         onepass._supported.cache_clear()
+
+
+RACE = """
+import threading
+import numpy as np
+from paceline.tensors import onepass
+
+size = 64 << 10
+memory = [np.zeros(size + 64, dtype=np.uint8) for _ in range(4)]
+a, b, c, d = (raw[-raw.ctypes.data % 64 :][:size] for raw in memory)
+together = threading.Barrier(2)
+def copies(into, out_of):
+    for _ in range(300):
+        if together.wait() == 0:
+            onepass._kernel.cache_clear()
+        together.wait()
+        assert onepass.copy_past_cache(into, out_of)
+other = threading.Thread(target=copies, args=(a, b))
+other.start()
+copies(c, d)
+other.join()
+"""
+
+
+@needs_avx
+def test_two_threads_that_make_the_first_copy_at_once() -> None:
+    """Of two kernels that are made at once a cache keeps one: the other must outlive its call all the same."""
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr}"
