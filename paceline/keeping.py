@@ -94,7 +94,7 @@ class Keeping:
         run.metrics.update(tree["metrics"])
         run._stopping.reason = tree["stopped"]
         stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
-        stepper.gaps.longest_s = tree["longest_gap_s"]
+        stepper.before, stepper.gaps.longest_s = stepper.samples, tree["longest_gap_s"]
         stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])

@@ -121,6 +121,8 @@ class Stepper:
         self.alone = self._pieces is not None or (self.slots == 1 and not scaled)
         """One share at a time: nothing is folded, nobody is met."""
         self.step = self.epoch = self.samples = self.call = 0
+        self.before = 0
+        """Samples that the run had trained before this worker came in, or it was resumed."""
         self.batch: Batch | None = None
         self.in_hand: int | None = None
         """The step that was begun and has not ended; whoever leaves the loop in it leaves this as it is."""

@@ -19,7 +19,7 @@ def summarise(
     wall = time.monotonic() - run._started
     split = stepper.split.as_dict() if stepper else {}
     training = sum(split.values())
-    samples = stepper.samples if stepper else 0
+    samples, before = (stepper.samples, stepper.before) if stepper else (0, 0)
     summary = {
         "run": session.folder.id,
         "exit": exit,
@@ -28,7 +28,7 @@ def summarise(
         "epochs": run._epochs_done,
         "samples": samples,
         "wall_s": round(wall, 3),
-        "samples_per_s": round(samples / training, 1) if training else 0.0,
+        "samples_per_s": round((samples - before) / training, 1) if training else 0.0,
         "workers": run.settings.workers,
         "servers": run.settings.servers,
         "slots": run.settings.slots,

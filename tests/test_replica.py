@@ -93,6 +93,7 @@ def test_a_buffer_that_grows_in_a_share_stays_as_it_is() -> None:
             assert model.mask is grown
         assert not any(move is not None for move in buffers.take())
         buffers.settle([torch.ones(1)] * 9, [False] * 9, 1.0)
+        buffers.put(buffers.values())
         assert model.mask is grown
 
 

@@ -87,10 +87,16 @@ def test_staleness_stays_within_its_bound_beside_a_worker_that_is_four_times_slo
     assert re.search(r"staleness +pulls\n0 .*#\n1 ", shown) and re.search(r"waited for .*worker 2", shown), shown
 
 
-def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint_with_others(tmp_path: Path) -> None:
-    flags = ("--slots", "4", "--servers", "2", "--strategy", "ssp:2", "--checkpoint-every", "10")
+@pytest.mark.parametrize(
+    ("text", "strategy"), [(SUMS.read_text(), "ssp:2"), (CODED, "ssp:2+topk:0.01")], ids=["plain", "coded"]
+)
+def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint_with_others(
+    tmp_path: Path, text: str, strategy: str
+) -> None:
+    """Also with what a codec had kept, of more workers than there are then."""
+    flags = ("--slots", "4", "--servers", "2", "--strategy", strategy, "--checkpoint-every", "10")
     script = tmp_path / "train.py"
-    script.write_text(SUMS.read_text().replace("sys.argv[1]", f"'{EPOCHS}'").replace("if len(sys.argv) > 1", "if True"))
+    script.write_text(text.replace("sys.argv[1]", f"'{EPOCHS}'").replace("if len(sys.argv) > 1", "if True"))
     doomed = Doomed(tmp_path, script, 3, flags)
     doomed.wait_for(lambda: len(list((doomed.folder / "checkpoints").glob("step-*/manifest.json"))) >= 2)
     doomed.kill()
