@@ -57,6 +57,10 @@ class Settings:
     checkpoints: str = _setting("", "where checkpoints go: a folder or any fsspec address (empty: the run folder)")
     keep: int = _setting(3, "how many checkpoints to keep")
     lease: float = _setting(3.0, "seconds for which a process may be frozen before it counts as lost")
+    step_timeout: float = _setting(
+        0.0,
+        "seconds for which others wait for a worker that does not go on before it is ended and replaced (0: for ever)",
+    )
     grace: float = _setting(60.0, "seconds that workers train on without a coordinator before they stop")
     on_death: str = _setting(
         "replay", "of a replica that trains apart: replay what it has trained, or drop it and go on with the others"
@@ -110,6 +114,7 @@ def _check(s: Settings) -> None:
         ("seconds", 0),
         ("checkpoint_every", 0),
         ("keep", 1),
+        ("step_timeout", 0),
         ("lease", 0.1),
         ("grace", 1),
         ("drop_after", 0),

@@ -66,6 +66,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--checkpoint-every", type=int, help="Write a checkpoint every so many steps; see `paceline resume`.")
 @click.option("--checkpoints", help="Where they go: a folder or any fsspec address.  [default: the run folder]")
 @click.option("--keep", type=int, help="How many checkpoints to keep.  [default: 3]")
+@click.option(
+    "--step-timeout", type=float, help="End and replace a worker for which others wait longer than so many seconds."
+)
 @click.option("--lease", type=float, help="Seconds a frozen process may stay in the run.  [default: 3]")
 @click.option("--grace", type=float, help="Seconds workers train on without a coordinator.  [default: 60]")
 @click.option(

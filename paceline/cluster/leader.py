@@ -27,7 +27,7 @@ from paceline.cluster.office import Office
 from paceline.cluster.outposts import Outposts
 from paceline.cluster.store import FencedError, StoreUnreachable
 from paceline.errors import PacelineError
-from paceline.watch.verdict import QUIET_S, verdict
+from paceline.watch.verdict import QUIET_S, stuck, verdict
 
 _ODD_EXIT_S = 1.0
 _NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
@@ -49,6 +49,7 @@ class Leader:
         self._coordinator.changed = self._changed
         self._coordinator.rollback.reached = self._reached
         self._told_wait, self._quiet_s = 0.0, QUIET_S
+        self._ended_stuck: set[int] = set()
         self._looked_at = 0.0
         self._outposts: Outposts | None = None
         if door is not None:
@@ -133,6 +134,7 @@ class Leader:
     def _look_around(self, now: float) -> None:
         rows = [self._board.see(number) for number in self.journal.membership.settled.members]
         self._tell_waits(rows, now)
+        self._end_stuck(rows)
         self._check_odd_exits(rows, now)
         self._node.look_around(now)
         if self._board.main_ready:
@@ -271,6 +273,16 @@ class Leader:
             if phase not in (Phase.STARTING, Phase.FINISHED, Phase.FAILED):
                 # faulthandler writes every thread's stack into the worker's log.
                 self._signal(worker, signal.SIGUSR1)
+
+    def _end_stuck(self, rows: list[Seen]) -> None:
+        """A deadlock, a driver that does not answer: from outside it looks like a long step, so the user says how long one may be."""
+        limit_s = self._job.settings.step_timeout
+        worker = stuck([row for row in rows if self._knows_of(row.worker)], limit_s)
+        if worker is not None and worker not in self._ended_stuck and self.journal.failure is None:
+            self._ended_stuck.add(worker)
+            words = f"others waited {limit_s:g} s for it, and it did not go on"
+            self._folder.event("evicted", words, worker=worker, notice=f"worker {worker} is ended: {words}")
+            self._signal(worker, signal.SIGKILL)
 
     def _knows_of(self, worker: int) -> bool:
         """Whether its row is of now: a new leader has heard of nobody yet."""

@@ -374,7 +374,7 @@ def _shares_of(order: Order, dealing: Dealing, split: Split, sampler: str) -> Sh
     if batch < slots:
         raise UsageError(
             f"the batch of {batch} is smaller than the {slots} slots, so some would never train: "
-            f"raise batch_size to {slots} or more, or pass --slots {batch}"
+            f"raise batch_size to {slots} or more, or pass --slots {batch} (and -n {batch} at most)"
         )
     return BatchShares(order, batch, slots, split, dealing.drop_last)
 

@@ -41,6 +41,18 @@ def verdict(rows: Sequence[Seen]) -> tuple[int, str] | None:
     )
 
 
+def stuck(rows: Sequence[Seen], limit_s: float) -> int | None:
+    """The worker that does not go on: others have waited for it for so long, and it has done nothing else all the while. Not
+    before its first step, nor while somebody starts: that takes as long as it does."""
+    if not limit_s or any(not row.step for row in rows):
+        return None
+    for waiting in rows:
+        laggard = _laggard(waiting, rows) if _waits(waiting) and waiting.since_s > limit_s else None
+        if laggard is not None and not _waits(laggard) and laggard.since_s > limit_s:
+            return laggard.worker
+    return None
+
+
 def _waits(row: Seen) -> bool:
     return row.phase in _WAITING or row.waits_for is not None
 

@@ -334,6 +334,20 @@ def test_a_hard_moment(tmp_path: Path, script: str, orders: tuple[str, ...], alo
     assert result.weights == want
 
 
+HANGS = SHORT + LOOP.format(before="", inside="stuck.acquire() if run.step == 9 and run._session.worker == 1 else None")
+HANGS = HANGS.replace(
+    "import os, sys, time", "import os, sys, threading, time\nstuck = threading.Lock(); stuck.acquire()"
+)
+
+
+def test_a_worker_that_does_not_go_on_is_ended_and_replaced(tmp_path: Path, alone: Alone) -> None:
+    """A deadlock: alive, not frozen, and it would wait for ever."""
+    want = alone(tmp_path, HANGS, slots=12).weights
+    result = launch(tmp_path, HANGS, "-n", "2", *SLOTS, "--step-timeout", "1", name="two")
+    assert result.weights == want
+    assert "worker 1 is ended: others waited 1 s for it, and it did not go on" in result.err
+
+
 # where nobody can take over
 
 DIES = """

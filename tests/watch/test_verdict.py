@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.cluster.board import Phase, Seen
-from paceline.watch.verdict import QUIET_S, START_QUIET_S, verdict
+from paceline.watch.verdict import QUIET_S, START_QUIET_S, stuck, verdict
 
 LONG = QUIET_S + 3.0
 
@@ -95,3 +95,15 @@ def test_a_flat_loop_that_waits_for_a_replacement() -> None:
     found = verdict([row(0, Phase.REFILL, QUIET_S + 1), row(2, Phase.REFILL, QUIET_S + 1)])
     assert found == (0, "workers 0, 2 waited 6 s for a worker in place of a lost one (step 7)")
     assert verdict([row(0, Phase.REFILL, QUIET_S - 1)]) is None
+
+
+def test_who_does_not_go_on_is_stuck() -> None:
+    def rows(waited_s: float, since_s: float, **more: Any) -> list[Seen]:
+        return [row(0, Phase.REDUCE, waited_s, waits_for=1), row(1, Phase.COMPUTE, since_s, **more)]
+
+    assert stuck(rows(31, 40), 30) == 1
+    assert stuck(rows(29, 40), 30) is None, "not waited for long enough"
+    assert stuck(rows(31, 2), 30) is None, "it does something"
+    assert stuck(rows(31, 40, step=0), 30) is None, "its first step"
+    assert stuck(rows(31, 40, waits_for=0), 30) is None, "it waits itself: nobody knows for whom"
+    assert stuck(rows(1e6, 1e6), 0) is None, "for ever"
