@@ -271,7 +271,7 @@ def test_an_overtaken_worker_must_not_agree_to_another_change(monkeypatch: pytes
 
 
 def test_a_flat_loop_on_several_machines_does_not_wait_for_a_newcomer() -> None:
-    terms = Terms(SimpleNamespace(apart=True, hands_over=True))  # type: ignore[arg-type]
+    terms = Terms(SimpleNamespace(ends_apart=True, hands_over=True))  # type: ignore[arg-type]
     terms._peers = Ended(0, 1, CPU, 2, Past())
     with pytest.raises(UsageError, match=r"Add the inner loop `for x, y in run.slots\(\):`"):
         terms.refill(2, SimpleNamespace())  # type: ignore[arg-type]

@@ -34,8 +34,8 @@ from paceline.cluster.standby import Lead, Orphaned, stand_by
 from paceline.cluster.store import FencedError, LocalStore, Store, StoreGone, open_store
 from paceline.watch.folder import RunFolder
 
-REPLACEMENTS = 1000
-"""How many workers a run may start anew before it makes do with those it has."""
+REPLACEMENTS, SERVERS = 300, 100
+"""How many workers, and servers, a run may start anew before it makes do with those it has."""
 _DOOR = "door"
 
 
@@ -77,7 +77,7 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
 
 
 def _first_kept(job: Job, place: Rendezvous) -> Kept:
-    kept, rows = Kept(), _first_server(job) + (job.servers and job.servers + REPLACEMENTS)
+    kept, rows = Kept(), _first_server(job) + (job.servers and job.servers + SERVERS)
     board = Board.create(rows)
     kept.keep(BOARD, os.dup(board.fd), rows)
     board.close()
@@ -182,7 +182,7 @@ class _Service:
         machines = 1 if job.dry_run else job.settings.machines
         servers = range(_first_server(job), _first_server(job) + job.servers)
         journal = Journal.begin(job.workers, job.spares, starts, time.time(), here, machines, servers)
-        journal.fleet = Fleet(job.servers, job.settings.replicas, starts)
+        journal.fleet = Fleet(job.servers, job.settings.replicas, min(starts, SERVERS))
         return journal
 
     def _follow(self) -> Ended | MayLead:

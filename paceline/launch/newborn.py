@@ -25,7 +25,7 @@ def live(fork: Fork, log: int, leave_nursery: Callable[[], None]) -> NoReturn:
         os.environ.update(fork.environment)
         _draw_new_entropy()
         _forget_what_the_script_has(fork.arguments)
-        sys.orig_argv = [sys.executable, "-m", "paceline.launch.boot", *fork.arguments]
+        sys.orig_argv = [sys.executable, "-P", "-m", "paceline.launch.boot", *fork.arguments]
         boot.run(fork.arguments)
     except BaseException:  # noqa: BLE001  also SystemExit: the frames above are another process's
         traceback.print_exc()

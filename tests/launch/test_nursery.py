@@ -45,7 +45,7 @@ def test_a_fork_is_what_a_fresh_process_is(visitor: Visitor) -> None:
     assert status == 0, log
     script = json.loads(log)["argv"][0]
     fresh = subprocess.run(
-        [sys.executable, "-m", "paceline.launch.boot", script, "--epochs", "3 4"],
+        [sys.executable, "-P", "-m", "paceline.launch.boot", script, "--epochs", "3 4"],
         env={**environment(), **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

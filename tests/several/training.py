@@ -69,7 +69,8 @@ class Row:
 class Session:
     """The parts of a session that terms and steppers use, over a simulated world; or alone, without one."""
 
-    slower, at, device, joining, apart, hands_over = 1.0, "", CPU, False, False, True
+    slower, at, device, joining, ends_apart, hands_over = 1.0, "", CPU, False, False, True
+    apart = property(lambda self: self.ends_apart)
 
     def __init__(self, world: World | None, worker: int, slots: int, hands_over: bool = False) -> None:
         self._world, self.worker = world, worker
@@ -78,7 +79,7 @@ class Session:
         self.folder = SimpleNamespace(event=lambda *words, **facts: None)
         if world is not None:
             self.view = world.journal.views[1]
-            self.joining, self.apart, self.hands_over = worker not in self.view.members, True, hands_over
+            self.joining, self.ends_apart, self.hands_over = worker not in self.view.members, True, hands_over
 
     @property
     def board(self) -> Any:
