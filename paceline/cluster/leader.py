@@ -277,8 +277,10 @@ class Leader:
     def _end_stuck(self, rows: list[Seen]) -> None:
         """A deadlock, a driver that does not answer: from outside it looks like a long step, so the user says how long one may be."""
         limit_s = self._job.settings.step_timeout
+        if not limit_s or self.journal.failure is not None or self.journal.awaited:
+            return
         worker = stuck([row for row in rows if self._knows_of(row.worker)], limit_s)
-        if worker is not None and worker not in self._ended_stuck and self.journal.failure is None:
+        if worker is not None and worker not in self._ended_stuck:
             self._ended_stuck.add(worker)
             words = f"others waited {limit_s:g} s for it, and it did not go on"
             self._folder.event("evicted", words, worker=worker, notice=f"worker {worker} is ended: {words}")
