@@ -8,7 +8,6 @@ with 1 if any of that does not hold, or another led after more than 3 s only.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import teller
+from benchmarks.tables import campaign, teller
 from benchmarks.turns import HERE
 from tests.end_to_end.launching import launch
 
@@ -72,12 +71,9 @@ def _odd_rounds(told: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = campaign(__doc__, seeds=30)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--out", default="", help="a file for what is printed")
     options = parser.parse_args()
     tell, want, kills = teller(options.out), reference(), []
     tell(f"{options.workers} workers, {options.servers} servers, {STRATEGY}; one worker comes to {want[:16]}")

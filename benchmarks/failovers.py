@@ -8,7 +8,6 @@ was acknowledged is lost. Ends with 1 if a step took longer than a second so, or
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.served_bits import STEPS, reference
-from benchmarks.tables import teller
+from benchmarks.tables import campaign, teller
 from benchmarks.turns import HERE
 from tests.end_to_end.launching import Going, ended, going
 
@@ -76,12 +75,9 @@ def _promoted(run: Going, killed: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = campaign(__doc__, seeds=30)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--out", default="", help="a file for what is printed")
     options = parser.parse_args()
     tell, want = teller(options.out), reference("adamw")
     tell(f"{options.workers} workers, {options.servers} servers; all-reduce comes to {want[:16]}")

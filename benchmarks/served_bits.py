@@ -9,7 +9,6 @@ With --codec, `ps+CODEC` beside `allreduce+CODEC`. On two cores one optimizer ta
 
 from __future__ import annotations
 
-import argparse
 import random
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables import teller
+from benchmarks.tables import campaign, teller
 from benchmarks.turns import HERE
 from tests.end_to_end.launching import launch
 
@@ -90,14 +89,11 @@ def compared(case: Case, want: str, seeds: range, tell: Callable[[str], None]) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=1, help="runs with kills for each pair")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = campaign(__doc__, seeds=1)
     parser.add_argument("--optimizers", default="sgd,adamw")
     parser.add_argument("--codec", default="", help="the codec of both sides")
     parser.add_argument("--workers", default="1,2,3,4")
     parser.add_argument("--servers", default="1,2,3")
-    parser.add_argument("--out", default="", help="a file for what is printed")
     options = parser.parse_args()
     tell, wrong, count = teller(options.out), 0, 0
     for optimizer in options.optimizers.split(","):
