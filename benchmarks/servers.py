@@ -37,8 +37,8 @@ from paceline.tensors.streamed import tune
 
 MODES = ("push_then_pull", "push_pull", "push")
 LIMITS = {"shared": 0.45, "tcp": 0.85}
-CONNECTIONS = {"shared": 2, "tcp": 2}
-"""By two, one fragment is added while another one still comes."""
+CONNECTIONS = {"shared": 2, "tcp": 4}
+"""By two, one fragment is added while another one still comes. Over TCP answers wait for room, too."""
 RIVAL_LIMIT = 3.0
 WARM = 3
 """Rounds that are not counted."""
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=16)
     parser.add_argument("--carrier", choices=(*LIMITS, "all"), default="all")
     parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--turns", type=int, default=30, help="of each rival and of ours beside it")
     parser.add_argument("--plain", action="store_true", help="push from memory that is not lent")
     parser.add_argument("--noise", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -203,7 +204,7 @@ def main() -> None:
         for carrier in LIMITS if options.carrier == "all" else [options.carrier]:
             good &= compare(work, carrier, options.repeat)
         if options.rivals:
-            good &= beside(work, 10)
+            good &= beside(work, options.turns)
     sys.exit(0 if good else 1)
 
 

@@ -4,6 +4,7 @@
     python -m benchmarks.thin_link ddp                        DDP off the link: the accuracy after each epoch
     python -m benchmarks.thin_link run --rate 100mbit         the run on the link, from its first step to its last
     python -m benchmarks.thin_link bytes --strategy allreduce+int8     a few steps: what went over the link, by three counts
+    python -m benchmarks.thin_link pace --rate 100mbit --strategy streaming:50,4 --tree DIR     steps a second, of the code in DIR
     python -m benchmarks.thin_link report                     what they come to
 
 Needs root: the machines are network namespaces, and the link between them a token bucket (`tc tbf`), each way. One worker a
@@ -41,8 +42,8 @@ OFF = "off"
 """The rate of a link that is as fast as it can be."""
 
 
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), **more}
+def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(tree), **more}
 
 
 def ddp(machines: tuple[Machine, Machine], *words: str) -> list[Any]:
@@ -62,14 +63,16 @@ def ddp(machines: tuple[Machine, Machine], *words: str) -> list[Any]:
     return [json.loads(line) for line in said[0].splitlines()]
 
 
-def run(machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], *more: str) -> dict[str, Any]:
-    """A run between them: its curve of (steps, seconds, accuracy), and what its summary says."""
+def run(
+    machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], *more: str, tree: Path = ROOT
+) -> dict[str, Any]:
+    """A run between them: its curve of (steps, seconds, accuracy), and what its summary says. `tree`: whose code."""
     one, two = machines
     with tempfile.TemporaryDirectory() as runs:
         flags = ["--runs", runs, "--name", "it", "-n", "2", "--slots", "2", "--strategy", strategy, "--show", "none"]
         flags += more
         several = ["--machines", "2", "--listen", one.address]
-        options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "stdout": subprocess.DEVNULL}
+        options: dict[str, Any] = {"cwd": tree, "env": environment(tree), "stdout": subprocess.DEVNULL}
         going = one.popen([*PACELINE, "run", *flags, *several, SCRIPT, *words], **options)
         folder = Path(runs) / "it"
         join = ["--join", _address(folder, going), "--secret-file", str(folder / "secret"), "--runs", runs]
@@ -88,8 +91,22 @@ def run(machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], 
         "compression",
         "median_step_s",
         "time_split",
+        "weights_sha256",
     )
     return {"curve": curve, **{name: summary[name] for name in told if name in summary}}
+
+
+def pace(
+    machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], steps: int, tree: Path
+) -> dict[str, Any]:
+    """Steps a second, without evaluations: by what main's time went to from its first step to the last exchange."""
+    found = run(machines, strategy, words, "--steps", str(steps), tree=tree)
+    commit = subprocess.run(
+        ["git", "-C", tree, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
+    )
+    seconds = sum(found["time_split"].values())
+    told = {name: found[name] for name in ("rounds", "wire_bytes", "time_split", "weights_sha256")}
+    return {"commit": commit.stdout.strip(), "steps": steps, "steps_a_second": round(steps / seconds, 3), **told}
 
 
 def sent(machines: tuple[Machine, Machine], strategy: str, steps: int) -> dict[str, Any]:
@@ -133,6 +150,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             return {**record, **recipe, "curve": ddp(machines, *words)}
         if args.part == "bytes":
             return {**record, **sent(machines, args.strategy, args.steps)}
+        if args.part == "pace":
+            found = pace(machines, args.strategy, words, args.steps, args.tree)
+            return {**record, "strategy": args.strategy, **found}
         return {**record, **recipe, "strategy": args.strategy, **run(machines, args.strategy, words)}
 
 
@@ -140,6 +160,7 @@ def report(records: list[dict[str, Any]], target: float) -> list[str]:
     """A line for each run's newest record, beside DDP's newest on the same link."""
     newest = {(each["part"], each["rate"], each.get("strategy")): each for each in records}
     lines = [bytes_words(each) for each in newest.values() if each["part"] == "bytes"]
+    lines += pace_words([each for each in records if each["part"] == "pace"])
     for mine in (each for each in newest.values() if each["part"] == "run"):
         steps, other = newest.get(("steps", mine["rate"], None)), newest.get(("ddp", OFF, None))
         reached = next(([n, s] for n, s, accuracy in mine["curve"] if accuracy >= target), None)
@@ -164,16 +185,35 @@ def bytes_words(record: dict[str, Any]) -> str:
     )
 
 
+def pace_words(records: list[dict[str, Any]]) -> list[str]:
+    """A line for each strategy and commit on each link: the median of its runs, and where their time went in the mean."""
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for each in sorted(records, key=lambda each: float(each["steps_a_second"])):
+        runs.setdefault((each["rate"], each["strategy"], each["commit"]), []).append(each)
+    lines = []
+    for (rate, strategy, commit), found in sorted(runs.items()):
+        paces = [each["steps_a_second"] for each in found]
+        means = {name: statistics.mean(each["time_split"][name] for each in found) for name in found[0]["time_split"]}
+        split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in means.items())
+        hashes = " ".join(sorted({each["weights_sha256"][:12] for each in found}))
+        lines.append(
+            f"{rate:8} {strategy} at {commit}: {statistics.median(paces):.2f} steps a second ({', '.join(map(str, paces))}) over "
+            f"{found[0]['steps']}; {split} s; {found[0]['wire_bytes'] / 1e6:.0f} MB; weights {hashes}"
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["steps", "ddp", "run", "bytes", "report"])
+    parser.add_argument("part", choices=["steps", "ddp", "run", "bytes", "pace", "report"])
     parser.add_argument("--rate", default=OFF, help="of the link, as tc writes it")
     parser.add_argument("--strategy", default="diloco:50+int8")
     parser.add_argument("--target", type=float, default=0.88)
     parser.add_argument("--batch", type=int, default=64, help="of each worker")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--steps", type=int, default=5, help="of DDP on the link, or of `bytes`")
+    parser.add_argument("--steps", type=int, default=5, help="of DDP on the link, of `bytes` or of `pace`")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="whose code `pace` runs")
     parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args()
     if args.part == "report":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline import waiting
 from paceline.data.order import mix
 from paceline.strategies.presence import Deal, Drop, Enter, Follow, Here, Meet, Wait, decide, names
 
@@ -46,7 +47,7 @@ class Attendance:
         def here() -> bytes:
             until = since + self._settings.drop_after
             if waits is not None:
-                session.await_change(None if waits.below else until, least)
+                waiting.for_change(session, None if waits.below else until, least)
             late = waits is not None and time.monotonic() >= until
             return msgspec.msgpack.encode(Here(slot, rounds, session.next_term, late, self.deal))
 

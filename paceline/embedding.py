@@ -44,7 +44,9 @@ class Home(Protocol):
 
     traffic: Traffic
 
-    def read(self, touched: Touched) -> Block: ...
+    def read(self, touched: Touched, newest: bool) -> Block:
+        """`newest`: with every update so far, also where rows may be read some updates behind."""
+
     def push(self, touched: Touched, gradients: Block) -> None:
         """In the script's backward."""
 
@@ -127,7 +129,9 @@ class SparseEmbedding(nn.Module):
         return bags.reshape(*where.shape[:-1], self.dim)
 
     def _read(self, touched: Touched) -> Block:
-        return self.home.read(touched) if self.home is not None else self.begun().initial(touched.ids)
+        if self.home is None:
+            return self.begun().initial(touched.ids)
+        return self.home.read(touched, newest=not torch.is_grad_enabled())
 
     def begun(self) -> Rows:
         """A table without a row."""

@@ -3,6 +3,7 @@ settled behind it, and what becomes of one that has missed some."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,21 @@ import msgspec
 import numpy as np
 
 from paceline.attendance import Attendance
+from paceline.beside import Beside, Verdict, decide
 from paceline.data.order import mix
 from paceline.data.receipts import SAMPLES, STEP, Receipt, Tally, settled, table
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.averaging import Circle
-from paceline.tensors.peers import TermEnded
+from paceline.tensors.peers import Peers, TermEnded
 
 if TYPE_CHECKING:
     from paceline.run import Run
     from paceline.steps import Stepper
     from paceline.strategies.averaging import Averaging, Gift
 
-_WORDS, _SHIPPED = mix(501), mix(504)
+_WORDS, _SHIPPED, _BESIDE, _HAD = mix(501), mix(504), mix(506), mix(507)
+_PLACE = struct.Struct("<qq")
+"""A replica's slot, and the exchanges it has had."""
 
 
 class Word(msgspec.Struct, array_like=True):
@@ -36,6 +40,8 @@ class Word(msgspec.Struct, array_like=True):
     """Whether behind this one all weights are the same everywhere."""
     present: list[int]
     """The slots of who is in the round."""
+    beside: int
+    """How far it is with the same beside the training: see `beside.State`."""
     receipts: list[list[int]]
     """Of the steps that it has trained since the last one: its own shares."""
 
@@ -46,6 +52,7 @@ class Exchanges:
         self._session, self._slots = run._session, run.settings.slots
         self.slot = -1
         self.attendance = Attendance(run, strategy)
+        self._beside = strategy.beside = Beside(run._session)
         self._behind: Snapshot | None = None
         """Others have gone on without this replica: what they have at the exchange that it has to come to."""
         self.samples = 0
@@ -68,8 +75,31 @@ class Exchanges:
         if self.sits_out:
             self._strategy.begin_anew()
 
+    def start(self, gift: Gift) -> None:
+        """Carry it out from now on, beside the training, where all who should be in it are at the same place."""
+        alike = not (self._session.joining or self._run.terms.catching_up or self.is_behind)
+        if not alike or len(self.attendance.deal[-1]) != self._session.workers:
+            return
+        strategy, slot, leaves, rounds = self._strategy, self.slot, self._slots, self._strategy.rounds
+
+        def hold(peers: Peers) -> None:
+            said = [_PLACE.unpack(raw) for raw in peers.gather(_BESIDE, _PLACE.pack(slot, rounds))]
+            assert {theirs for _, theirs in said} == {rounds}, (
+                f"exchanges beside the training at different places: {said}"
+            )
+            slots = [theirs for theirs, _ in said]
+            strategy.exchange(gift, slot, Circle(slots, sorted(slots), leaves, 0), peers)
+
+        self._beside.start(rounds, hold)
+
     def exchange(self, gift: Gift, receipts: Sequence[Receipt], least: int) -> bool:
         """Meet the others for it, `least` at least, and take what became of it. False: the round was dealt anew before."""
+        try:
+            return self._exchange(gift, receipts, least)
+        finally:
+            self._beside.end()
+
+    def _exchange(self, gift: Gift, receipts: Sequence[Receipt], least: int) -> bool:
         terms, strategy = self._run.terms, self._strategy
         terms.catching_up = False
         if self._behind is not None and not self._arrives(self._behind):
@@ -85,11 +115,13 @@ class Exchanges:
                 newest = max(word.rounds for word in words)
                 if any(word.rounds < newest for word in words):
                     missed = strategy.rounds < newest
+                    self._beside.end()
                     self._help(gift, words, newest)
                     if missed:
                         return True
                     continue  # it trains until it is here again
-                strategy.exchange(gift, self.slot, self._circle(words))
+                if not self._was_beside(gift, words):
+                    strategy.exchange(gift, self.slot, self._circle(words))
                 break
             except TermEnded:
                 terms.next()
@@ -97,6 +129,26 @@ class Exchanges:
         strategy.take(gift)
         self._settle(words)
         return True
+
+    def _was_beside(self, gift: Gift, words: Sequence[Word]) -> bool:
+        """Whether all have had the same exchange beside the training. What they have then counts; else it is had again, with
+        the same result."""
+        match decide([word.beside for word in words]):
+            case Verdict.TAKE:
+                had = True
+            case Verdict.WAIT:
+                # Nobody waits for one who is not at it: each ends with a result, or with a death that all hear of.
+                mine = bytes([self._beside.wait()])
+                had = all(said == b"\1" for said in self._run.terms.peers.gather(_HAD, mine))
+            case Verdict.AGAIN:
+                had = False
+        # Who has met there is who meets now, or a replica was lost since.
+        had = had and gift.met == sorted(word.slot for word in words)
+        if had:
+            self._beside.taken()
+        else:
+            self._beside.end()
+        return had
 
     def _circle(self, words: Sequence[Word], met: Sequence[int] = ()) -> Circle:
         slots = [word.slot for word in words]
@@ -113,6 +165,7 @@ class Exchanges:
             strategy.drift,
             gift.everything,
             self.attendance.deal[-1],
+            self._beside.state,
             [] if self.sits_out else settled(receipts).tolist(),
         )
         said = run.terms.peers.gather(_WORDS, msgspec.msgpack.encode(mine))

@@ -64,11 +64,13 @@ class Flat:
         """The term ended at the opening: the point is opened when the backward is over, with those who are there then."""
         self.refill: Callable[[], None]
         """Let newcomers in, here and now, until every slot has a worker."""
+        self.arrive: Callable[[], None] = lambda: None
+        """If this worker's term is over, enter the next one, before a step is begun by the slots of the old one."""
 
     @property
     def recovers(self) -> bool:
         """Whether the others can go on if this worker is lost now: where each has one share, not everywhere."""
-        return not self.known or (self._backwards < 2 and not self._session.ends_apart)
+        return not self.known or self._backwards < 2
 
     @property
     def plan(self) -> Plan:
@@ -98,6 +100,7 @@ class Flat:
 
     def fill(self) -> None:
         """Before a step: a script that is known to be flat needs a worker for each slot."""
+        self.arrive()
         if (self.known or self._deal is not None) and not self.allowed:
             self.refill()
 
@@ -116,9 +119,10 @@ class Flat:
     def begin_late(self) -> bool:
         """The step has begun with too few workers, and the script turns out to be flat: wait for the others,
         if they will come."""
-        if not self._stepper.active or self._session.board.reach < self._stepper.slots:
+        if not self._stepper.active or self._session.board.reach_with_room < self._stepper.slots:
             return False
         self.refill()
+        self._strategy.begin_step()  # one that was alone had nothing to remember
         self.begin()
         return True
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.cluster.messages import Put
-from paceline.tensors.peers import Alone, Peers
+from paceline.tensors.peers import Alone, Peers, Watch
 
 if TYPE_CHECKING:
-    from paceline.session import Session
+    from paceline.session import Ask, Session
+    from paceline.tensors.shared import Allocate
 
 _groups = 0
 """Groups of peers that this process has joined so far; the same on every worker."""
@@ -27,12 +29,29 @@ def build(session: Session) -> Peers:
     if session.view.term == 1:
         name += f"-{_groups}"  # a script may train twice: nothing of the first is met again
     if session.apart:
-        return _across_machines(session, name)
+        return _across_machines(session, name, session.segment, session)()
     if transport(session) == "shm":
         from paceline.tensors.shared import SharedPeers
 
         return SharedPeers(session.rank, session.workers, name, session.segment, session)
     return _by_torch(session, name)
+
+
+def build_beside(session: Session, name: str, ask: Ask, watch: Watch) -> Callable[[], Peers] | None:
+    """How a thread builds another group of the session's view, to meet in while the script trains; None where it cannot. Not by
+    Gloo or NCCL: a new group of theirs abandons the old ones, and two of NCCL's at once on one GPU can wait for each other.
+    `ask`: a line that the script's thread does not use."""
+
+    def allocate(name: str, size: int) -> int:
+        return session.segment(name, size, ask)
+
+    if session.apart:
+        return _across_machines(session, name, allocate, watch)
+    if transport(session) != "shm":
+        return None
+    from paceline.tensors.shared import SharedPeers
+
+    return partial(SharedPeers, session.rank, session.workers, name, allocate, watch)
 
 
 def transport(session: Session) -> str:
@@ -47,7 +66,8 @@ def transport(session: Session) -> str:
     return "shm" if supported() else "gloo"
 
 
-def _across_machines(session: Session, name: str) -> Peers:
+def _across_machines(session: Session, name: str, allocate: Allocate, watch: Watch) -> Callable[[], Peers]:
+    """Builds it; what that needs of the session is asked for now."""
     from paceline.tensors.machines import build
     from paceline.tensors.mesh import Lines
 
@@ -58,7 +78,7 @@ def _across_machines(session: Session, name: str) -> Peers:
     firsts = [next(member for member in members if homes[member] == machine) for machine in machines]
     addresses = [session.fact(f"link/{first}") for first in firsts] if len(sizes) > 1 else []
     lines = Lines(session.listener, addresses, bytes.fromhex(session.ticket.secret))
-    return build(session.rank, sizes, name, session.segment, lines, session)
+    return partial(build, session.rank, sizes, name, allocate, lines, watch)
 
 
 def _by_torch(session: Session, name: str) -> Peers:

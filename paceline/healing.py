@@ -3,6 +3,7 @@
 It calls a member, its donor, which takes the state at its next step's end and sends it beside its training;
 and behind it whatever comes of its meetings from then on. The newcomer goes through its script with that
 (`tensors.following`), comes closer, and is let in like any newcomer, with nothing left to be handed over.
+Where the others wait for it, as those of a flat loop do, it is told so instead: it comes in, and they hand it the state.
 """
 
 from __future__ import annotations
@@ -62,10 +63,27 @@ class Donor:
         self._called: deque[Outlet] = deque()
         """Newcomers that wait for the next step's end. The listener's thread adds to them."""
         self._followers: list[Outlet] = []
+        self._waves = False
+        """Nobody is to follow: who calls is told to come in."""
+        self._waved: list[Outlet] = []
         past.before, past.after = self._keep_pace, self._tell
 
     def called(self, outlet: Outlet) -> None:
         self._called.append(outlet)
+        if self._waves:
+            self.wave_in()
+
+    def wave_in(self) -> None:
+        """The others wait where a worker is missing, now and from now on: newcomers come in there. Also called by the
+        listener's thread."""
+        self._waves = True
+        while self._called:
+            try:
+                outlet = self._called.popleft()
+            except IndexError:
+                return  # the other thread had it
+            self._waved.append(outlet)
+            outlet.put(Snapshot(None).packed())
 
     def at_boundary(self, view: View, state: Stateful) -> None:
         """A step is over: who has called since the last one gets the state, and who has joined needs nothing more."""
@@ -91,13 +109,16 @@ class Donor:
             outlet.keep_pace()
 
     def close(self) -> None:
-        for outlet in (*self._called, *self._followers):
+        for outlet in (*self._called, *self._followers, *self._waved):
             outlet.close()
 
 
-def receive_state(inlet: Inlet, past: Past, state: Stateful) -> View:
-    """The donor's first message; the view that it was in."""
-    past.completed, view, tree = Snapshot.read(inlet.take()).tree
+def receive_state(inlet: Inlet, past: Past, state: Stateful) -> View | None:
+    """The donor's first message; the view that it was in. None: there is nobody to follow, all wait for this newcomer."""
+    message = Snapshot.read(inlet.take()).tree
+    if message is None:
+        return None
+    past.completed, view, tree = message
     state.restore(Snapshot(tree))
     return View(*view)
 

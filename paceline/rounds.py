@@ -240,7 +240,9 @@ class Rounds:
         fragment = rhythm.gives(step)
         if fragment is not None:
             self._given = self._strategy.give(fragment)
-            if not rhythm.overlap:
+            if rhythm.overlap:
+                self._exchanges.start(self._given)
+            else:
                 yield from self._meet()
 
     def come_together(self) -> None:
@@ -256,6 +258,8 @@ class Rounds:
             yield from self._meet()
         if self._strategy.apart:
             self._given = self._strategy.give(None)
+            if self._strategy.rhythm.overlap:
+                self._exchanges.start(self._given)  # nothing is hidden by that: there is memory for it already
             yield from self._meet()
 
     def collect(self) -> None:

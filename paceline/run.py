@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import io
 import socket
 import sys
@@ -12,39 +11,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from paceline import checks, evaluation, strategies, survival
+from paceline import checks, ending, evaluation, reaching, strategies, survival, waiting, wiring
 from paceline.agreement import Agreement
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
-from paceline.data.receipts import Tally
-from paceline.embedding import tables_of
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.feeding import Feeding
-from paceline.hooks import Hook
 from paceline.keeping import Keeping
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
-from paceline.loops import loop_of
-from paceline.pieces import Pieces
 from paceline.precision import Precision
 from paceline.replica import Replica
 from paceline.servers.keys_client import KeyValues
 from paceline.session import Session, user_line
 from paceline.steps import Stepper
 from paceline.stopping import Stopping
-from paceline.strategies.base import InRounds, Lasting, Seat, Served, Stepwise
-from paceline.summary import summarise
+from paceline.strategies.base import InRounds, Served, Stepwise
 from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
 
-_SUMMARY_WRITTEN, _LAID, _BARRIER, _WAITS, _SENT = mix(0), mix(209), mix(210), mix(211), mix(212)
+_LAID, _BARRIER = mix(209), mix(210)
 
 current: Run | None = None
 """The run of this process; there is at most one."""
@@ -107,7 +99,7 @@ class Run:
             session.write_config()
             session.folder.event("started", "init() was called", workers=session.workers, slots=self.settings.slots)
         else:
-            session.wait_for_main()
+            waiting.for_main(session)
         self._strategy = strategies.create(self.settings.strategy)
         session.loose = not isinstance(self._strategy, Stepwise)
         self._feeding.strategy = self._strategy
@@ -116,7 +108,7 @@ class Run:
         self._kv: KeyValues | None = None
         self._forgotten: checks.ForgottenOptimizers | None = None
         if not session.launched:
-            _finish_at_exit(self)
+            ending.at_exit(self)
 
     @property
     def is_main(self) -> bool:
@@ -144,13 +136,13 @@ class Run:
                 )
             if self.is_main:
                 self._session.board.main_ready = True  # the others may come: what they need is in the keys
-            self._kv = KeyValues(self._session.keys(), self._session.worker, self._kv_barrier)
+            self._kv = KeyValues(reaching.keys(self._session), self._session.worker, self._kv_barrier)
         return self._kv
 
     def _kv_barrier(self) -> None:
         self._between_points("run.kv.barrier()")
         if self._session.joining and self._stepper is None:
-            self._session.wait_for_loop()
+            waiting.for_loop(self._session)
         if self._stepper is None:  # a loop of the script's own: this is where its workers agree
             self._stopping.agree(0, self.metrics)
         else:
@@ -301,7 +293,7 @@ class Run:
     def _begin_loop(self) -> Stepper:
         if self._stepper is None:
             checks.refuse_unprepared(self._replica)
-            self._stepper = self._attach()
+            self._stepper = wiring.put_together(self)
             if self.is_main and self._session.workers > 1:
                 self._session.notice(survival.words(self.settings, socket.gethostname()))
             self._forgotten = checks.ForgottenOptimizers(self._replica, self._registered, self._warn)
@@ -348,55 +340,6 @@ class Run:
         sys.stdout.write("\n".join([*lines, *self._feeding.words()]) + "\n")
         self.finished = True
         raise SystemExit(0)
-
-    def _attach(self) -> Stepper:
-        """Everything is known: lay out memory."""
-        if not self._replica.models:
-            raise UsageError(f"{user_line()}: no model was given to run.prepare()")
-        precision, strategy = self._precision, self._strategy
-        peers = self.terms.peers
-        if isinstance(strategy, Served):
-            strategy.reach(self._session.servers(), self._session, self._seat())
-        if tables_of(self._replica.models) and strategies.split_codec(self.settings.strategy)[0] not in (
-            "ps",
-            "central",
-        ):
-            raise UsageError(
-                f"a SparseEmbedding's rows lie at servers, which --strategy {self.settings.strategy} does not train them at: pass "
-                '--strategy ps (`paceline run --strategy ps --servers 2 …`), or paceline.init(strategy="ps") where the script '
-                "runs alone"
-            )
-        if isinstance(strategy, Lasting):
-            strategy.keep_in(self._session.lasting_segments)
-        strategy.attach(self._replica, peers, self._mean, precision if precision.scales else None)
-        driven = strategy if isinstance(strategy, Stepwise) else Pieces(self._replica, self._mean)
-        stepper = Stepper(self._session, peers, driven, precision.scales)
-        self.terms.on_peers = [strategy.meet, stepper.meet]
-        stepper.next_term = self.terms.next
-        stepper.flat.refill = lambda: self.terms.refill(stepper.slots, self._keeping)
-        # The step of the reduce point in hand is not counted yet.
-        stepper.stop_code = lambda: self._stopping.code(stepper.step + 1, self.metrics)
-        stepper.settings_digest = self._replica.digest_of_settings if self._session.launched else int
-        stepper.committed = self._after_commit
-        stepper.delivered = self._keeping.delivered
-        stepper.summed = not self._mean
-        for optimizer in self._replica.optimizers:
-            stepper.watch(optimizer)
-        if not isinstance(strategy, Stepwise):
-            self._feeding.loop = loop_of(self, strategy, stepper)
-        elif stepper.slots > 1:
-            for model in self._replica.models:
-                model.register_forward_pre_hook(Hook(stepper.flat.before_forward))
-        return stepper
-
-    def _seat(self) -> Seat:
-        session = self._session
-
-        def tally(leaf: int) -> Tally:
-            assert self._stepper is not None
-            return self._stepper.tally_of(leaf)
-
-        return Seat(session.worker, self.settings.slots, session.lost, session.check_run, lambda: session.view, tally)
 
     # stopping
 
@@ -451,81 +394,8 @@ class Run:
             self._session.folder.event("warning", text)
             warnings.warn(f"paceline: {text}", UserWarning, stacklevel=3)
 
-    # the end
-
-    def _tell_the_end(self, digest: str) -> None:
-        """Main writes the summary, and all wait until it has: if it dies before, another one does."""
-
-        def tell() -> None:
-            waits, wire_bytes = self._who_waited(), self._wire_bytes()
-            if self.is_main:
-                if self._feeding.loop is not None:
-                    self._feeding.loop.collect()
-                self._keeping.ledger.close()
-                exit = "failed" if self._failed else self.stopped or "finished"
-                summarise(self, digest, exit, waits, wire_bytes)
-            self.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
-
-        self.terms.through(tell)
-
-    def _who_waited(self) -> dict[int, dict[int, float]]:
-        """Seconds at servers: by the worker that waited, and by the one it waited for."""
-        strategy = self._strategy
-        if self._stepper is None or not isinstance(strategy, Served):
-            return {}
-        meeting = self.terms.meeting
-        said = meeting.gather(_WAITS, msgspec.msgpack.encode(strategy.waits))
-        members = self._session.view.members if meeting.size > 1 else (self._session.worker,)
-        waits = zip(members, (msgspec.msgpack.decode(raw, type=dict[int, float]) for raw in said), strict=True)
-        return {worker: each for worker, each in waits if each}
-
-    def _wire_bytes(self) -> int:
-        """What all who are here have sent."""
-        mine = self._strategy.wire_bytes() if self._stepper is not None else 0
-        return sum(
-            int.from_bytes(said, "little") for said in self.terms.meeting.gather(_SENT, mine.to_bytes(8, "little"))
-        )
-
     def finish(self) -> None:
         """End the run: agree that all replicas are equal, write the summary. Automatic at exit."""
-        if self.finished:
-            return
-        self.finished = True
-        if self._forgotten is not None:
-            self._forgotten.close()
-        if not self._failed:  # an exception may have come from anywhere
-            self._between_points("the end of the script")
-        if self._kv is not None:
-            self._kv.close()
-        digest = self._replica.weights_sha256()
-        different = self._agreement.odd_at_the_end(digest)
-        if different and self._strategy.same_bits:
-            raise PacelineError(
-                f"the final weights of worker {', '.join(map(str, different))} differ from worker 0's: something "
-                "outside run.slots() changed them differently (a random draw by worker, say)"
-            )
-        self._keeping.finish()
-        self._tell_the_end(digest)
-        if self._stepper is not None:
-            self._strategy.close()
-        self.terms.close()
-        self._session.leave()
-
-
-def _finish_at_exit(run: Run) -> None:
-    """A run of one has no agent: it ends with its process, and remembers an exception on the way."""
-    previous = sys.excepthook
-
-    def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        run._failed = True
-        if isinstance(error, UsageError):
-            run.finished = True
-            run._session.folder.event("failed", str(error))
-            run._session.folder.write_json(
-                run._session.folder.summary,
-                {"run": run._session.folder.id, "exit": f"failed: {error}", "steps": run.step},
-            )
-        previous(kind, error, trace)
-
-    sys.excepthook = note
-    atexit.register(run.finish)
+        if not self.finished:
+            self.finished = True
+            ending.end(self)

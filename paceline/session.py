@@ -27,6 +27,7 @@ from paceline.cluster.messages import (
     Entering,
     Failed,
     Get,
+    GoBack,
     Granted,
     Healed,
     Hello,
@@ -50,13 +51,16 @@ from paceline.watch.folder import DEFAULT_RUNS, RunFolder
 
 if TYPE_CHECKING:
     from paceline.cluster.listener import Listener
-    from paceline.servers.holders import Directory
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TELL_AFTER_S = 1.0
 _OTHERS_MAY_SAY_S = 2.0
 _POLL_S = 0.001
+
+
+Ask = Callable[[Any], tuple[Any, list[int]]]
+"""A line to the leader: its answer to a message, and descriptors that came with it."""
 
 
 def user_line() -> str:
@@ -223,27 +227,6 @@ class Session:
 
     # the others
 
-    def wait_for_main(self) -> None:
-        """Hold back until worker 0 has reached prepare(), so that a download happens once."""
-        self.row.enter(Phase.WAITING_FOR_MAIN)
-        while not self.board.main_ready:
-            if self.board.abort:
-                raise PeerLostError("the run stopped before worker 0 reached prepare()")
-            if not self.joining and self.board.gone(self.view.members[0]):
-                self.next_view()
-                if self.is_main:
-                    break
-            time.sleep(0.002)
-        self.row.enter(Phase.SCRIPT)
-
-    def wait_for_loop(self) -> None:
-        """A newcomer before its loop. Where the others have none that it could come into, it waits until the run is over."""
-        self.row.enter(Phase.JOINING)
-        while not any(row.step or row.total_steps for row in map(self.board.see, self.view.members)):
-            self.check_run()
-            time.sleep(_POLL_S)
-        self.row.enter(Phase.SCRIPT)
-
     def next_view(self) -> View:
         """A worker of this term is gone: the view of those who remain."""
         self.take_view(self.ask(After(self.view.term))[0])
@@ -254,55 +237,45 @@ class Session:
     def announced(self, needed: int) -> int:
         """Wait for the next change of the view: its term. The run cannot go on before `needed` workers are there."""
         self.row.enter(Phase.REFILL)
-        while (term := self.board.next_term) <= self.view.term:
+        told = False
+        while True:
+            term = self.board.next_term  # before the rest: what it follows is on the board by then
             self.check_run()
-            for member in self.view.members:
-                if self.board.gone(member):
-                    raise TermEnded(f"worker {member} is gone")
+            self._check_members()
+            if term > self.view.term:
+                return term
             if self.board.reach < needed and self.loose:
                 raise PeerLostError(
                     f"--strategy {self.settings.strategy} has {needed} replicas, one a worker, and only {self.board.reach} workers "
                     "will be there. Go on from a checkpoint, if there is one (`paceline resume`)"
                 )
-            if self.board.reach < needed:
+            if self.board.reach_with_room < needed:
                 raise UsageError(
-                    f"a flat loop with {needed} slots, and only {self.board.reach} workers will be there. Add the inner loop "
-                    "`for x, y in run.slots():` around forward and backward: then any number of workers will do"
+                    f"a flat loop with {needed} slots, and only {self.board.reach_with_room} workers will be there. Add the inner "
+                    "loop `for x, y in run.slots():` around forward and backward: then any number of workers will do"
                 )
-            self._give_up_unled()
-            time.sleep(_POLL_S)
-        return term
-
-    def await_change(self, until: float | None, least: int) -> None:
-        """Until a change of the view is announced, a member is gone, or it is so late on the monotonic clock. None: however
-        late, because the run does not go on with fewer than `least`."""
-        members = self.view.members
-        while self.board.next_term <= self.view.term and not (self.overtaken or any(map(self.board.gone, members))):
-            if until is not None and time.monotonic() >= until:
-                return
-            self.row.enter(Phase.REFILL)
-            self.check_run()
-            if until is None and self.board.reach < least:
-                raise PeerLostError(
-                    f"{len(members)} replicas are left, and the run goes on with {least} or more: only {self.board.reach} workers will "
-                    "be there. Pass a smaller --min-workers, or go on from a checkpoint, if there is one (`paceline resume`)"
+            if self.board.reach < needed and self.is_main and not told:
+                told = True
+                self.notice(
+                    f"a flat loop with {needed} slots waits for a machine: those that are left have places for {self.board.reach} "
+                    "workers (let one join: paceline agent --join; or add the inner loop over run.slots(), which needs none)"
                 )
-            self._give_up_unled()
+            self.give_up_unled()
             time.sleep(_POLL_S)
 
-    def _give_up_unled(self) -> None:
+    def _check_members(self) -> None:
+        """Whether this worker's view is over: where terms end apart, one who is gone may have left as agreed."""
+        if self.ends_apart:
+            self._check_term()
+            return
+        for member in self.view.members:
+            if self.board.gone(member):
+                raise TermEnded(f"worker {member} is gone")
+
+    def give_up_unled(self) -> None:
+        """Raises if nobody has led the run for too long."""
         if self.board.unled_s > self.settings.grace:
             raise PeerLostError(f"no agent has led the run for {self.settings.grace:.0f} s: this worker gives up")
-
-    def await_guests(self, trainers: list[int]) -> bool:
-        """Whether some who have trained here are not in the view; until a change of it is announced, or a member is gone."""
-        while True:
-            guests = [k for k in trainers if k not in self.view.members and not self.board.gone(k)]
-            changed = self.board.next_term > self.view.term or any(map(self.board.gone, self.view.members))
-            if not guests or changed:
-                return bool(guests)
-            self.check_run()
-            time.sleep(_POLL_S)
 
     @property
     def overtaken(self) -> bool:
@@ -356,6 +329,14 @@ class Session:
         """Where a run goes on that has lost its parameters. All say so: any of them may be gone by now."""
         self.ask(RolledBack(step))
 
+    def go_back(self, why: str) -> NoReturn:
+        """The run cannot go on where it is: all of it begins again at its newest checkpoint, with other processes than this."""
+        self.ask(GoBack(why))
+        while True:
+            self.check_run()
+            self.give_up_unled()
+            time.sleep(_POLL_S)
+
     def on_newcomer(self, called: Callable[[Outlet], None]) -> None:
         """From now on newcomers may call this worker as their donor."""
         serve_newcomers(self, called)
@@ -384,34 +365,7 @@ class Session:
         assert isinstance(answer, Value)
         return answer.value
 
-    def servers(self) -> Directory:
-        """Where this run's servers are found. A run of one has its own, in this process; so has one that will not train."""
-        if self.ticket is None or self.dry_run:
-            from paceline.servers.direct import OwnServer
-            from paceline.servers.shelf import Shelf
-
-            return OwnServer(Shelf())
-        return self._fleet("parameters", self.ask)
-
-    def keys(self) -> Directory:
-        """The same for the keys of `run.kv`. Threads ask there, by a line of their own."""
-        if self.ticket is None or self.dry_run:
-            from paceline.servers.direct import OwnServer
-            from paceline.servers.keys_shelf import KeyShelf
-
-            return OwnServer(KeyShelf())
-        return self._fleet("keys", self._line_of_its_own())
-
-    def _fleet(self, room: str, ask: Callable[[Any], tuple[Any, list[int]]]) -> Directory:
-        from paceline.servers.finding import FarFleet, Fleet
-
-        assert self.ticket is not None
-        secret, name = bytes.fromhex(self.ticket.secret), f"worker {self.worker}"
-        if not self.apart:
-            return Fleet(ask, secret, name, room)
-        return FarFleet(ask, secret, name, room, self._line_of_its_own(), self.check_run)
-
-    def _line_of_its_own(self) -> Callable[[Any], tuple[Any, list[int]]]:
+    def line_of_its_own(self) -> Ask:
         """To ask from another thread."""
         assert self.ticket is not None
         link = self._link(self.ticket)
@@ -424,8 +378,9 @@ class Session:
 
         return ask
 
-    def segment(self, name: str, size: int) -> int:
-        answer, fds = self.ask(Segment(name, size))
+    def segment(self, name: str, size: int, ask: Ask | None = None) -> int:
+        """`ask`: by another line than this thread's."""
+        answer, fds = (ask or self.ask)(Segment(name, size))
         if isinstance(answer, Refused):
             raise ResourceError(answer.why)
         assert isinstance(answer, Granted)

@@ -14,8 +14,8 @@ def words(settings: Settings, machine: str) -> str:
     'any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint'
     >>> print(words(Settings(servers=1, checkpoint_every=100), "node-1"))
     any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
-    >>> print(words(Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100), "node-1"))
-    the run ends if a worker or a machine dies: on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 keeps nothing); then `paceline resume` goes on from a checkpoint
+    >>> print(words(Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100, store="etcd://e"), "node-1"))
+    any process and any machine of this run may die; after a worker's death it goes back to its newest checkpoint, for on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 spares it that); if all do, `paceline resume` goes on from a checkpoint
     >>> print(words(Settings(listen="10.0.0.1", servers=2, strategy="ssp:3+int8", store="etcd://e"), "node-1"))
     any process and any machine of this run may die; what ssp:3+int8 has kept for a worker is lost with it; if all do, it is lost: give --checkpoint-every N
     >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", on_death="drop"), "node-1"))
@@ -26,16 +26,16 @@ def words(settings: Settings, machine: str) -> str:
     back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
     more = more_copies(settings)
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
-    if settings.listen and keeps(settings):
-        cost += f"; what {settings.strategy} has kept for a worker is lost with it"
     entry = find(settings.strategy)
+    if settings.listen and keeps(settings) and entry.free:
+        cost += f"; what {settings.strategy} has kept for a worker is lost with it"
+    elif settings.listen and keeps(settings) and not entry.apart:
+        cost += (
+            f"; after a worker's death it {back}, for on several machines nobody else has what {settings.strategy} keeps for its "
+            "slots (+bf16 spares it that)"
+        )
     if settings.listen and entry.apart and settings.on_death == "replay":
         first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
-    elif settings.listen and keeps(settings) and not (entry.free or entry.apart):
-        first = (
-            f"the run ends if a worker or a machine dies: on several machines nobody else has what {settings.strategy} keeps for its "
-            "slots (+bf16 keeps nothing); then"
-        )
     elif settings.store:
         first = f"any process and any machine of this run may die{cost}; if all do,"
     elif settings.listen:

@@ -5,7 +5,7 @@ was waiting calls `next` and tries again with those who remain. Or all let a new
 the old members hands it the run's state: at the end of a step that they agree on (`boundary`), or, where
 they cannot go on with fewer, at the place where they all are (`refill`). On several machines nothing is left to
 be handed over: the newcomer has got the state while they trained, and has come behind them (`healing`). Unless the
-parameters are at servers: then the rest is handed over as on one machine.
+parameters are at servers, or all wait for it: then it is handed over as on one machine.
 
 Where a group does not end together (`Peers.ends_together`), those who remain may be one meeting apart. In a run
 that has such groups every one begins with a word from all on how far they are, and
@@ -21,18 +21,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline import waiting
 from paceline.cluster.membership import View
 from paceline.data.order import mix
-from paceline.errors import OvertakenError, PeerLostError, UsageError
+from paceline.errors import OvertakenError, PeerLostError
 from paceline.healing import Donor, Inlet, Stateful, receive_state
 from paceline.session import Session
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.following import Following
-from paceline.tensors.peers import Alone, Peers, TermEnded
+from paceline.tensors.peers import Alone, Peers, TermEnded, Trading
 from paceline.tensors.remembering import NEW, Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
 
-_STATE, _WRITTEN, _REUNION, _ENTERED = mix(201), mix(202), mix(204), mix(208)
+_STATE, _WRITTEN, _REUNION, _ENTERED, _SEEN = mix(201), mix(202), mix(204), mix(208), mix(214)
 Result = TypeVar("Result")
 
 
@@ -79,6 +80,9 @@ class Terms:
         """A newcomer's line from its own donor, until it is let in."""
         self._near = False
         """It has told that it could be."""
+        self.flat: Callable[[], bool] = lambda: False
+        """Whether the script's loop is known to have no run.slots(): then nobody trains while a worker is missing, and there
+        is nobody to follow."""
         self.catching_up = False
         """A newcomer that has not come to its first batch: what it meets before, the others have met already."""
 
@@ -176,11 +180,11 @@ class Terms:
 
     # groups
 
-    def _build(self) -> Peers:
-        """The group of the session's view, its members at the same meeting."""
+    def _build(self, in_hand: bool = False) -> Peers:
+        """The group of the session's view, its members at the same meeting; some may have a point in hand, where all wait."""
         group = self._session.peers()
         opened = self._sync(group, self._session.view.term)
-        assert not opened, f"an agreed term begins, and a reduce point was opened in term {opened}"
+        assert in_hand or not opened, f"an agreed term begins, and a reduce point was opened in term {opened}"
         return self._remembered(group)
 
     def _ends_apart(self, group: Peers) -> bool:
@@ -208,11 +212,12 @@ class Terms:
         if self._inlet is not None:
             self._come_closer(self._inlet, agreed)
             return
-        if self._ready is not None:
-            self.next()
+        self.enter_ready()
         if agreed > self._session.view.term:
             self._change(agreed, state)
-        if self._donor is not None:
+        if self._donor is not None and self.flat():
+            self._donor.wave_in()
+        elif self._donor is not None:
             self._donor.at_boundary(self._session.view, state)
 
     def reunite(self, trainers: list[int], state: Stateful) -> None:
@@ -220,7 +225,7 @@ class Terms:
         have trained with them."""
 
         def word() -> bytes:
-            guests = self._session.await_guests(trainers)
+            guests = waiting.for_guests(self._session, trainers)
             return self._session.next_term.to_bytes(8, "little") + bytes([guests])
 
         while True:
@@ -236,17 +241,29 @@ class Terms:
         place. Without one they begin here anew, and no point that some have opened is carried on."""
         if state is None:
             self.begin_anew()
-        while self.peers.size < size:
-            if self._session.ends_apart and state is not None:
-                raise UsageError(
-                    "a worker is gone, and in a loop without run.slots() nobody else can compute its share where a run is on "
-                    "several machines, or --transport is gloo or nccl. Add the inner loop `for x, y in run.slots():` around forward and backward, or go on "
-                    "from a checkpoint (`paceline resume`)"
-                )
+        if self._inlet is not None:
+            raise OvertakenError(
+                "a loop without run.slots() has begun, in which nobody follows: another worker will be started"
+            )
+        if self._donor is not None and state is not None:
+            self._donor.wave_in()
+        while True:
+            self.enter_ready()
+            if self.peers.size >= size:
+                return
             try:
-                self._change(self._session.announced(size), state)
+                term = self._session.announced(size)
+                if state is not None:
+                    self.peers.gather(_SEEN, b"")  # who leaves by that must not be gone before all have seen it
+                self._change(term, state, hands_over=state is not None)
             except TermEnded:
                 self.next()
+
+    def enter_ready(self) -> None:
+        """A meeting of a term that has ended was completed all the same: where all meet next, this worker enters the next one.
+        Unless it is about to open a point as others have in the old one."""
+        if self._ready is not None and not isinstance(self._peers, Ended):
+            self.next()
 
     def begin_anew(self) -> None:
         """No point that some have opened is carried on."""
@@ -256,20 +273,21 @@ class Terms:
         """All have agreed, at the place where they are, to enter this term; whoever comes has its state already."""
         self._change(term, None)
 
-    def _change(self, term: int, state: Stateful | None) -> None:
-        """Enter an announced view, as all others do here."""
+    def _change(self, term: int, state: Stateful | None, hands_over: bool = False) -> None:
+        """Enter an announced view, as all others do here. Whoever comes is handed the state, unless it has got it already."""
         before = self._session.view.members
         members = self._session.enter(term).members
         try:
-            peers = self._with(self._build())
+            peers = self._with(self._build(in_hand=hands_over))
             if all(member in before for member in members):
                 return
             if state is None:
                 peers.gather(_ENTERED, b"")  # then the newcomer may say that it is in
-            if state is None or not self._session.hands_over:
+            if state is None or not (hands_over or self._session.hands_over):
                 return  # nobody needs anything
             donor = next(rank for rank, member in enumerate(members) if member in before)
-            self._hand_over(peers, state.capture() if peers.rank == donor else None)
+            newcomer = next(rank for rank, member in enumerate(members) if member not in before)
+            self._hand_over(peers, donor, newcomer, state.capture() if peers.rank == donor else None)
         except TermEnded:
             self.next()
 
@@ -296,7 +314,8 @@ class Terms:
         self._session.join()
         self._joining, self._past.completed = True, NEW
         try:
-            snapshot = self._hand_over(self._with(self._build()), None)
+            peers = self._with(self._build(in_hand=True))
+            snapshot = self._hand_over(peers, 1 if peers.rank == 0 else 0, peers.rank, None)
         except TermEnded as ended:
             raise _overtaken(ended) from None
         self._joining = False
@@ -304,12 +323,15 @@ class Terms:
         state.restore(snapshot)
         self._session.healed()
 
-    def _hand_over(self, peers: Peers, snapshot: Snapshot | None) -> Snapshot | None:
-        """The donor's state to the newcomer; the others only wait for it, or are told too where there is no memory that all
-        share."""
+    def _hand_over(self, peers: Peers, donor: int, newcomer: int, snapshot: Snapshot | None) -> Snapshot | None:
+        """The donor's state to the newcomer; the others only wait for it. When all have met behind that, all know that it is
+        there, and that everybody has come to this place."""
         if self._session.apart:
-            said = peers.gather(_STATE, bytes(snapshot.packed()) if snapshot else b"")
-            return Snapshot.read(memoryview(next(filter(None, said)))) if self._joining else None
+            assert isinstance(peers, Trading)
+            partner = {donor: newcomer, newcomer: donor}.get(peers.rank)
+            state = peers.trade(_STATE, partner, bytes(snapshot.packed()) if snapshot else b"")
+            peers.gather(_WRITTEN, b"")
+            return Snapshot.read(memoryview(state)) if self._joining else None
         size = snapshot.nbytes.to_bytes(8, "little") if snapshot else b""
         size = next(said for said in peers.gather(_STATE, size) if said)
         if snapshot is None and not self._joining:
@@ -325,14 +347,19 @@ class Terms:
     # newcomers that nobody waits for
 
     def _follow(self, state: Stateful) -> None:
-        """Get the state while the others train, and come behind them."""
+        """Get the state while the others train, and come behind them; or where they wait for it, if they do."""
         while self._inlet is None:
             inlet = self._session.donor()
             try:
-                self._session.view = receive_state(inlet, self._past, state)
-                self._inlet = inlet
+                view = receive_state(inlet, self._past, state)
             except OvertakenError:
                 inlet.close()  # nothing is begun yet: another member will do
+                continue
+            if view is None:
+                inlet.close()
+                self._enter(state)
+                return
+            self._session.view, self._inlet = view, inlet
 
         def told(view: View) -> None:
             self._session.view = view

@@ -124,7 +124,13 @@ class Server:
             self._ready.close()
 
     def freeze(self) -> None:
+        """Until every thread of it has stopped: one that has not yet may still answer."""
         os.kill(self.pid, signal.SIGSTOP)
+        while any(task.read_text().rpartition(")")[2].split()[0] != "T" for task in self._threads()):
+            time.sleep(0.001)
+
+    def _threads(self) -> list[Path]:
+        return list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

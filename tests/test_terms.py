@@ -7,16 +7,13 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.errors import UsageError
-from paceline.tensors.remembering import Ended, Past
+from paceline.tensors.remembering import Past
 from paceline.terms import Terms
 from tests.several import training
-from tests.several.mesh import CPU
 from tests.several.training import Result, Script, live, undisturbed
 from tests.several.world import Fault, World
 
@@ -135,9 +132,10 @@ HANDED = {
     "it waits to be let in": "waits to be let in",
     "building the group with it": "hello in term 3",
     "saying how far": "('say', 1) in term 3",
-    "the state comes": "('say', 2) in term 3",
+    "the state comes": "('trade', 2) in term 3",
+    "all know that it is there": "('say', 3) in term 3",
     "it is healed": "is healed",
-    "its first point": "('lanes', 3) in term 3",
+    "its first point": "('lanes', 4) in term 3",
 }
 
 
@@ -270,8 +268,40 @@ def test_an_overtaken_worker_must_not_agree_to_another_change(monkeypatch: pytes
 # loops without run.slots()
 
 
-def test_a_flat_loop_on_several_machines_does_not_wait_for_a_newcomer() -> None:
-    terms = Terms(SimpleNamespace(ends_apart=True, hands_over=True))  # type: ignore[arg-type]
-    terms._peers = Ended(0, 1, CPU, 2, Past())
-    with pytest.raises(UsageError, match=r"Add the inner loop `for x, y in run.slots\(\):`"):
-        terms.refill(2, SimpleNamespace())  # type: ignore[arg-type]
+def flat(seed: int, deaths: int, leaves: int = 0, hands_over: bool = False) -> World:
+    draw = random.Random(seed)
+    workers = draw.randint(2, 4)
+    script = Script(draw.randint(2, 5), (workers,), draw.random() < 0.5, draw.random() < 0.4, hands_over, flat=True)
+    whole = length(script, workers)
+    faults = [Fault(draw.randrange(whole), kind) for kind in ["kill"] * deaths + ["leave"] * leaves]
+    return simulate(script, workers, 12, seed, faults)
+
+
+FLAT_JOINS = {
+    "they wait": "waits for others in 2",
+    "a newcomer waits for word": "waits for the state",
+    "all have seen it": "('say', 2) in term 2",
+    "building the group with it": "hello in term 3",
+    "saying how far": "('say', 1) in term 3",
+    "the state comes": "('trade', 2) in term 3",
+    "all know that it is there": "('say', 3) in term 3",
+    "it is healed": "is healed",
+    "the point that was in hand": "('lanes', 4) in term 3",
+}
+
+
+@pytest.mark.parametrize("moment", FLAT_JOINS.values(), ids=FLAT_JOINS)
+def test_moments_of_a_join_in_a_flat_loop(moment: str) -> None:
+    faults = [Fault("sums in term 1"), Fault(moment)]
+    worlds = [simulate(Script(flat=True, points=(3,)), 3, 9, seed, faults) for seed in range(BATCH)]
+    assert sum(not world.faults for world in worlds) > BATCH // 2, "that moment hardly came"
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+@pytest.mark.parametrize("first", seeds(5000))
+def test_a_flat_loop_waits_for_a_newcomer_wherever_its_workers_are(first: int, hands_over: bool) -> None:
+    batch = range(first, first + BATCH)
+    one = [flat(seed, 1, hands_over=hands_over) for seed in batch]
+    assert sum(len(joined(world)) for world in one) > BATCH // 3
+    more = [flat(seed, 3, 1, hands_over) for seed in batch]
+    assert any(len(joined(world)) > 1 for world in more)

@@ -43,18 +43,10 @@ def _strategies() -> Table:
 def _survives(entry: Entry) -> str:
     if entry.apart:
         return "same bits; its workers are as many as at first"
-    if entry.one:
-        return "same bits; the server's costs the steps since a checkpoint"
     if entry.servers:
-        return (
-            "same bits, 2 servers or more"
-            if entry.module.endswith(_SAME_BITS)
-            else "every push once, 2 servers or more"
-        )
+        kept = "every push once" if entry.free or entry.behind else "same bits"
+        return f"{kept}; the server's costs the steps since a checkpoint" if entry.one else f"{kept}, 2 servers or more"
     return "same bits, at any number of workers"
-
-
-_SAME_BITS = (".ps", ".backup", ".federated")
 
 
 def _codecs() -> Table:

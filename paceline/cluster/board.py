@@ -85,7 +85,7 @@ _PID, _PHASE, _SINCE, _STEP, _EPOCH, _TOTAL, _SAMPLES, _METRIC, _WAITS_FOR, _GON
 )
 _CALLS, _RECEIVED, _SENT, _CPU = range(14, 18)
 """Of a server."""
-_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED, _OVERTAKEN = range(9)
+_ABORT, _MAIN_READY, _STOP, _NEXT_TERM, _LEADER, _BEAT, _REACH, _LED, _OVERTAKEN, _REACH_WITH_ROOM = range(10)
 _OF_AGENT = (_GONE, _SLOW)
 """Words of a row that its machine's agent writes."""
 
@@ -197,6 +197,15 @@ class Board:
     @reach.setter
     def reach(self, workers: int) -> None:
         self._words[_REACH] = workers
+
+    @property
+    def reach_with_room(self) -> int:
+        """The same, should a machine come that has places for them."""
+        return self._words[_REACH_WITH_ROOM]
+
+    @reach_with_room.setter
+    def reach_with_room(self, workers: int) -> None:
+        self._words[_REACH_WITH_ROOM] = workers
 
     @property
     def leader(self) -> int:

@@ -67,6 +67,9 @@ class Coordinator:
                 self.changed()
             case messages.ServerReady() | messages.Sizes() | messages.Filled():
                 self._admiral.hear(worker, message)
+            case messages.GoBack(why):
+                if self.membership.standing[worker] is not Standing.GONE and not self.over:
+                    self.rollback.begin(why)
             case messages.RolledBack(step):
                 self.rollback.told(step)
             case messages.Failed():

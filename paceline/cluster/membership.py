@@ -110,8 +110,16 @@ class Membership:
     @property
     def reach(self) -> int:
         """How many there will be once everybody has come who may still come."""
-        there = sum(1 for standing in self.standing.values() if standing in (Standing.MEMBER, *_COMING))
-        return min(self.wanted, there + self._may_start)
+        return min(self.wanted, self._there + self._may_start)
+
+    @property
+    def reach_with_room(self) -> int:
+        """The same, should a machine come that has places for them."""
+        return min(self.wanted, self._there + self.starts_left)
+
+    @property
+    def _there(self) -> int:
+        return sum(1 for standing in self.standing.values() if standing in (Standing.MEMBER, *_COMING))
 
     @property
     def _may_start(self) -> int:
@@ -235,10 +243,10 @@ class Membership:
         self.pending, self.overtaken = None, []
 
     def begin_again(self, why: str) -> list[Instruction]:
-        """All have ended: as many as should train begin together, in a term of their own, the spares too."""
-        first = max(self.standing) + 1
-        members = tuple(range(first, first + self.wanted))
-        spares = range(first + self.wanted, first + self.wanted + self.spares)
+        """All have ended: as many as should train, and have a place, begin together, in a term of their own, the spares too."""
+        first, count = max(self.standing) + 1, max(1, min(self.wanted, self.room))
+        members = tuple(range(first, first + count))
+        spares = range(first + count, first + count + max(0, min(self.spares, self.room - count)))
         self.settled = View(self.settled.term + 1, members)
         self.standing |= dict.fromkeys(members, Standing.MEMBER) | dict.fromkeys(spares, Standing.STARTING)
         self.starts_left -= len(members) + len(spares)

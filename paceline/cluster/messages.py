@@ -135,6 +135,13 @@ class Filled(msgspec.Struct, tag=True):
     """Of each of them, the layout by which that server came to hold it."""
 
 
+class GoBack(msgspec.Struct, tag=True):
+    """Something that the run's next step needs is lost: all begin again at the newest checkpoint. Answered with Done; whoever says
+    so is ended."""
+
+    why: str
+
+
 class RolledBack(msgspec.Struct, tag=True):
     """A run that has lost its parameters goes on at this step; 0: there was no checkpoint."""
 
@@ -236,7 +243,7 @@ class Scale(msgspec.Struct, tag=True):
 
 Message = (
     Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
-    | ServerReady | Sizes | Filled | RolledBack | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
+    | ServerReady | Sizes | Filled | GoBack | RolledBack | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)
 """Reads any of them."""

@@ -211,7 +211,7 @@ class Node:
         membership = journal.membership
         board.overtaken = max(journal.after.values(), default=0)  # before the next: who sees that one knows of this
         board.next_term = membership.pending.term if membership.pending else 0
-        board.reach = membership.reach
+        board.reach, board.reach_with_room = membership.reach, membership.reach_with_room
         board.stop = journal.stop
         if journal.main_ready:
             board.main_ready = True

@@ -1,4 +1,4 @@
-"""Going back: some parameters have no copy left, so the run begins anew at its newest checkpoint, inside itself.
+"""Going back: something that the next step needs has no copy left, so the run begins anew at its newest checkpoint, inside itself.
 
 Its workers are inside a step that nobody can complete any more, so all processes of the run are ended, and others
 begin together in a term of their own, as after `paceline resume`. They are started when the last one has ended: it

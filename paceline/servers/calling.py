@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ UNDER_WAY = 64 << 20
 
 _FAR_S = 3.0
 """How long another machine is waited for: it may be cut off, and who waits may have to hear of that."""
+
+
+Made = TypeVar("Made")
 
 
 class RefusedError(ValueError):
@@ -54,14 +57,30 @@ def dial(address: str, secret: bytes, name: str, shared: bool | None = None) -> 
         raise
 
 
+def _as_it_is(reply: Reply) -> Reply:
+    return reply
+
+
 @dataclass(eq=False)
-class _Call:
+class _Call(Generic[Made]):
     nbytes: int
     into: memoryview | None
-    future: Future[Reply] = field(default_factory=Future)
+    turn: Callable[[Reply], Made]
+    future: Future[Made] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()  # it is said: it cannot be unsaid
+
+    def answer(self, reply: Reply) -> None:
+        if isinstance(reply.message, Refusal):
+            self.future.set_exception(RefusedError(reply.message.why))
+            return
+        try:
+            found = self.turn(reply)
+        except Exception as error:  # noqa: BLE001  whoever waits for it is to have it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(found)
 
 
 class Line:
@@ -74,7 +93,7 @@ class Line:
         """Held while a call is sent: calls are sent in the order in which they wait for their answers."""
         self._changed = threading.Condition()
         """Guards what follows."""
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_Call[Any]] = deque()
         self._under_way = 0
         self._over = ""
         """Why, once it is."""
@@ -82,10 +101,17 @@ class Line:
         self._reader.start()
 
     def call(self, message: msgspec.Struct, *buffers: Buffer, into: memoryview | None = None) -> Future[Reply]:
-        """Waits until it is on its way; the buffers may be changed then, those in memory of `lending` when it is answered. An answer's body goes to `into` if it is of
-        that size, which is the answer's until then. A refusal is a RefusedError, a lost server a ConnectionError."""
+        """Waits until it is on its way; the buffers may be changed then, those in memory of `lending` when it is answered. An
+        answer's body goes to `into` if it is of that size, which is the answer's until then. A refusal is a RefusedError, a
+        lost server a ConnectionError."""
+        return self.turned(_as_it_is, message, *buffers, into=into)
+
+    def turned(
+        self, turn: Callable[[Reply], Made], message: msgspec.Struct, *buffers: Buffer, into: memoryview | None = None
+    ) -> Future[Made]:
+        """The same, and what comes of it is what `turn` makes of the answer."""
         head = msgspec.msgpack.encode(message)
-        call = _Call(sum(memoryview(buffer).nbytes for buffer in buffers), into)
+        call = _Call(sum(memoryview(buffer).nbytes for buffer in buffers), into, turn)
         prefix(head, call.nbytes)  # what is too long is told before anything is said
         with self._order:
             if self._begin(call):
@@ -98,7 +124,7 @@ class Line:
                     raise
         return call.future
 
-    def _begin(self, call: _Call) -> bool:
+    def _begin(self, call: _Call[Any]) -> bool:
         with self._changed:
             while not self._over and self._waiting and self._under_way + call.nbytes > self._most:
                 self._changed.wait()
@@ -120,10 +146,7 @@ class Line:
                     call = self._waiting.popleft()
                     self._under_way -= call.nbytes
                     self._changed.notify_all()
-                if isinstance(reply.message, Refusal):
-                    call.future.set_exception(RefusedError(reply.message.why))
-                else:
-                    call.future.set_result(reply)
+                call.answer(reply)
                 del call, reply, body
         except (OSError, ValueError) as error:
             self._end(error)
@@ -157,15 +180,13 @@ class Line:
 
 
 class Lines:
-    """Several lines to one server. Only calls of the same lane keep their order."""
+    """Several lines to one server, by lane. Only calls of the same lane keep their order."""
 
     def __init__(self, channels: Sequence[Channel], replies: Any, server: str = "the server") -> None:
         self._lines = [Line(channel, replies, server) for channel in channels]
 
-    def call(
-        self, message: msgspec.Struct, *buffers: Buffer, into: memoryview | None = None, lane: int = 0
-    ) -> Future[Reply]:
-        return self._lines[lane % len(self._lines)].call(message, *buffers, into=into)
+    def __getitem__(self, lane: int) -> Line:
+        return self._lines[lane % len(self._lines)]
 
     def close(self) -> None:
         for line in self._lines:

@@ -9,6 +9,7 @@ before that is a push missing. A mode says how much of it is allowed:
     ssp:s           Bounded     s steps
     dssp:low,high   Adaptive    low steps, and up to high while that is predicted to shorten the wait
     ps+backup:k     Backup      none; but the k slots that are expected last are computed twice, so k may be late
+    ps+rows:s       RowsBehind  none; but rows may be read s of their updates behind (`may_read`)
 
 Whoever is slowest may always go on. So nobody waits in a circle, and all that wait do so for a worker that does not.
 """
@@ -65,7 +66,16 @@ class Backup:
         return f"ps+backup:{self.slots}"
 
 
-Mode = Sync | Async | Bounded | Adaptive | Backup
+@dataclass(frozen=True)
+class RowsBehind:
+    most: int
+
+    def __str__(self) -> str:
+        return f"ps+rows:{self.most}"
+
+
+Mode = Sync | Async | Bounded | Adaptive | Backup | RowsBehind
+_ROWS = "for rows that are read at most 2 updates behind"
 
 _MODES: dict[str, tuple[type[Mode], int, str]] = {
     "ps": (Sync, 0, "ps"),
@@ -73,7 +83,9 @@ _MODES: dict[str, tuple[type[Mode], int, str]] = {
     "ssp": (Bounded, 1, "ssp:3, for at most 3 steps ahead of the slowest worker"),
     "dssp": (Adaptive, 2, "dssp:1,8, for 1 to 8 steps ahead of the slowest worker"),
     "ps+backup": (Backup, 1, "ps+backup:1, for 1 slot that is computed twice"),
+    "ps+rows": (RowsBehind, 1, f"ps+rows:2, {_ROWS}"),
     "central": (Sync, 0, "central"),
+    "central+rows": (RowsBehind, 1, f"central+rows:2, {_ROWS}"),
 }
 """name → (mode, how many numbers it takes, how it is written)."""
 
@@ -127,7 +139,7 @@ def may_pull(mode: Mode, clocks: Mapping[int, int], worker: int, until: int = 0)
             late = sum(clock < clocks[worker] for clock in clocks.values())
             behind = f"{late} {'worker is' if late == 1 else 'workers are'} behind, worker {slowest} most"
             return _decide(late <= slots, f"{behind}, and {mode} has {slots} computed twice", slowest)
-        case Sync():
+        case Sync() | RowsBehind():
             allowed = 0
         case Bounded(most):
             allowed = most
@@ -139,6 +151,25 @@ def may_pull(mode: Mode, clocks: Mapping[int, int], worker: int, until: int = 0)
 
 def _decide(go: bool, why: str, slowest: int) -> Decision:
     return Decision(go, why, None if go else slowest)
+
+
+def behind(number: int, version: int) -> int:
+    """How many updates of rows a read misses that comes behind `number` of them, from rows that have `version`: others may
+    have made further ones."""
+    return max(number - version, 0)
+
+
+def may_read(most: int, number: int, version: int) -> Decision:
+    """Whether such a read may be answered so, where it may miss `most` of them.
+
+    >>> may_read(2, number=9, version=6)
+    Decision(go=False, why='the rows are 3 updates behind, and 2 are allowed', waits_for=None)
+    """
+    missing = behind(number, version)
+    words = f"{missing} {'update' if missing == 1 else 'updates'} behind"
+    return Decision(
+        missing <= most, f"the rows are {words}, and {most or 'none'} {'is' if most < 2 else 'are'} allowed"
+    )
 
 
 @dataclass(frozen=True)

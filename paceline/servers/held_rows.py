@@ -2,13 +2,17 @@
 
 Gradients are kept by the name of the share they are of until the update they are for. Then a row's are added up in the
 order of the shares, so its bits do not depend on who brought them, or in which order.
+
+An update that was said is known to every copy of the fragment. Where rows may be read some updates behind, it need not be in
+the rows yet: each copy takes it in when it comes to it, at the latest when somebody asks for what it makes (`settle`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -33,21 +37,47 @@ class _Share(NamedTuple):
     leaf: int
 
 
-class HeldRows:
-    """As `Held` is to parameters. All methods are called under `changed`."""
+class _Pushed(NamedTuple):
+    ids: Ids
+    gradients: Block
+    behind: dict[int, int]
+    """As it was said."""
 
-    def __init__(self, number: int, table: Table, since: int) -> None:
+
+class HeldRows:
+    """As `Held` is to parameters. All methods are called under `changed`.
+
+    `number` is the table's. At most `most` updates that were said are not in the rows yet: `later` is told of each that somebody
+    may take in meanwhile."""
+
+    def __init__(
+        self,
+        number: int,
+        table: Table,
+        since: int,
+        fragment: int = 0,
+        most: int = 0,
+        later: Callable[[HeldRows], None] = lambda held: None,
+    ) -> None:
         self._number, self._table, self.since = number, table, since
+        self._fragment, self._most, self._later = fragment, most, later
         self.changed = threading.Condition()
         self.version = -1
         """Updates that are in the rows; -1: nothing was laid yet."""
+        self._due: deque[RowUpdate] = deque()
+        """The next ones, which were said."""
         self._seed = 0
         self._rows = table.rows(0)
-        self._pushed: dict[int, dict[_Share, tuple[Ids, Block]]] = {}
+        self._pushed: dict[int, dict[_Share, _Pushed]] = {}
         """By the update that they are for."""
         self._last = b""
-        """The update that made this version."""
+        """The last update that was said."""
         self._moved = 0
+        self._staleness: dict[int, int] = {}
+
+    @property
+    def _said(self) -> int:
+        return self.version + len(self._due)
 
     # what is said
 
@@ -59,19 +89,19 @@ class HeldRows:
     def knows(self, message: Said, body: memoryview) -> bool:
         match message:
             case Lay(_, version):
-                return self.version >= max(version, 0)
+                return self._said >= max(version, 0)
             case RowPush(count, point, leaf):
-                return count <= self.version or _Share(point, leaf) in self._pushed.get(count, {})
+                return count <= self._said or _Share(point, leaf) in self._pushed.get(count, {})
             case Advance(count):
                 self._check(count, body)
-                return count <= self.version
+                return count <= self._said
             case _:
                 raise ValueError(f"a {type(message).__name__} of a fragment of rows")
 
     def _check(self, count: int, body: memoryview) -> None:
-        if count > self.version + 1:
-            raise ValueError(f"row update {count} before {self.version + 1}")
-        if count == self.version and self._last and body != self._last:
+        if count > self._said + 1:
+            raise ValueError(f"row update {count} before {self._said + 1}")
+        if count == self._said and self._last and body != self._last:
             raise ValueError(f"workers do not agree on row update {count}")
         try:
             msgspec.msgpack.decode(body, type=RowUpdate)  # nobody is told what cannot be read
@@ -84,20 +114,29 @@ class HeldRows:
                 self._lay(version, body)
             case RowPush(count, point, leaf):
                 ids, gradients = unpack(body, self._table.dim)
-                self._pushed.setdefault(count, {})[_Share(point, leaf)] = ids.copy(), gradients.copy()
-            case Advance(count):
-                self._advance(count, msgspec.msgpack.decode(body, type=RowUpdate))
+                pushed = _Pushed(ids.copy(), gradients.copy(), message.behind)
+                self._pushed.setdefault(count, {})[_Share(point, leaf)] = pushed
+            case Advance():
+                self._due.append(msgspec.msgpack.decode(body, type=RowUpdate))
                 self._last = bytes(body)
+                # Also at a backup, of which nobody reads: one that is slow holds its primary up, or would be ever further behind.
+                self.settle(self._said - self._most)
+                if self._due:
+                    self._later(self)
         self.changed.notify_all()
 
     def all_said(self) -> Iterator[tuple[Said, list[memoryview]]]:
-        yield Lay([], self.version), [memoryview(self.states().packed())]
+        states = self.states()
+        yield Lay([], self.version), [memoryview(states.packed())]
         for count, shares in self._pushed.items():
-            for (point, leaf), (ids, gradients) in shares.items():
-                yield RowPush(count, point, leaf, []), list(pack(ids, gradients))
+            for (point, leaf), (ids, gradients, behind) in shares.items():
+                yield RowPush(count, point, leaf, [], behind), list(pack(ids, gradients))
 
     def states(self) -> Snapshot:
-        return Snapshot({"seed": self._seed, "chunks": list(self._rows.chunks())})
+        """Of the moment behind all that was said."""
+        self.settle()
+        chunks = list(self._rows.chunks())
+        return Snapshot({"seed": self._seed, "chunks": chunks, "staleness": self._staleness})
 
     def _lay(self, version: int, body: memoryview) -> None:
         state = Snapshot.read(body).tree
@@ -105,12 +144,26 @@ class HeldRows:
         self._rows = self._table.rows(self._seed)
         for chunk in state["chunks"]:
             self._rows.restore(chunk)
+        self._staleness = dict(state["staleness"])
         self.version, self._last = version, b""
+        self._due.clear()
 
     # updates
 
+    def settle(self, upto: int | None = None) -> None:
+        """Take in what was said, up to this update; or all of it."""
+        while self._due and (upto is None or self.version < upto):
+            self._advance(self.version + 1, self._due.popleft())
+            self.changed.notify_all()
+
     def _advance(self, count: int, update: RowUpdate) -> None:
         shares = self._pushed.pop(count, {})
+        for behind in (share.behind for share in shares.values()):
+            if (
+                self._fragment in behind
+            ):  # counted now: what is pushed and not in the rows is not in a checkpoint either
+                missed = behind[self._fragment]
+                self._staleness[missed] = self._staleness.get(missed, 0) + 1
         sums = [self._sum(shares, point, divisor) for point, divisor in enumerate(update.divisors)]
         ids, gradients = _added([each for each in sums if len(each[0])], self._table.dim)
         if len(ids):
@@ -122,8 +175,8 @@ class HeldRows:
             self._rows.expire(count, rest)
         self.version = count
 
-    def _sum(self, shares: dict[_Share, tuple[Ids, Block]], point: int, divisor: float) -> tuple[Ids, Block]:
-        mine = [shares[share] for share in sorted(shares) if share.point == point]
+    def _sum(self, shares: dict[_Share, _Pushed], point: int, divisor: float) -> tuple[Ids, Block]:
+        mine = [shares[share][:2] for share in sorted(shares) if share.point == point]
         ids, gradients = _added(mine, self._table.dim)
         return ids, gradients / np.float32(divisor) if divisor != 1 else gradients
 
@@ -134,7 +187,8 @@ class HeldRows:
         return self._rows.gather(ids)
 
     def survey(self, hashed: bool) -> Surveyed:
-        return Surveyed(len(self._rows), self._rows.nbytes, self._moved, _digest(self._rows) if hashed else b"")
+        digest = _digest(self._rows) if hashed else b""
+        return Surveyed(len(self._rows), self._rows.nbytes, self._moved, digest, self._staleness)
 
 
 def _added(brought: list[tuple[Ids, Block]], dim: int) -> tuple[Ids, Block]:

@@ -153,7 +153,7 @@ def _unknown(key: str) -> ValueError:
 
 class Store:
     """The server's side. Pushes and pulls may come from many threads. `lent`: callers are on this machine, and read tensors
-    where they lie; for others memory on huge pages is faster."""
+    where they lie; for others ordinary memory will do."""
 
     def __init__(self, lent: bool = True) -> None:
         self._empty = lending.empty if lent else torch.empty
@@ -290,7 +290,7 @@ class Keys:
     ) -> Future[Versioned]:
         lane = self._lanes.setdefault(key, len(self._lanes))
         memory = None if into is None else memory_of(into)
-        return _then(self._lines.call(message, *body, into=memory, lane=lane), partial(_versioned, into))
+        return self._lines[lane].turned(partial(_versioned, into), message, *body, into=memory)
 
 
 def _versioned(into: torch.Tensor | None, reply: Reply) -> Versioned:
@@ -303,18 +303,3 @@ def _versioned(into: torch.Tensor | None, reply: Reply) -> Versioned:
     if found.numel():
         found = torch.frombuffer(reply.body, dtype=found.dtype).view(message.shape)
     return Versioned(message.version, found)
-
-
-def _then(future: Future[Reply], turn: Callable[[Reply], Versioned]) -> Future[Versioned]:
-    """What comes of it, turned into something else."""
-    turned: Future[Versioned] = Future()
-    turned.set_running_or_notify_cancel()
-
-    def done(future: Future[Reply]) -> None:
-        try:
-            turned.set_result(turn(future.result()))
-        except Exception as error:  # noqa: BLE001  whoever waits for it is to have it
-            turned.set_exception(error)
-
-    future.add_done_callback(done)
-    return turned

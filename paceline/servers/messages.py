@@ -234,10 +234,12 @@ class Pull(msgspec.Struct, tag=True):
 
 
 class Rows(msgspec.Struct, tag=True):
-    """Rows after so many row updates, once they are done + for each fragment, ids; answered by `Done` + the rows."""
+    """Rows after so many row updates, once they are done + for each fragment, ids; answered by `Gathered` + the rows."""
 
     count: int
     fragments: list[int]
+    most: int = 0
+    """So many of these updates may be missing."""
 
 
 class RowPush(msgspec.Struct, tag=True):
@@ -249,6 +251,8 @@ class RowPush(msgspec.Struct, tag=True):
     point: int
     leaf: int
     fragments: list[int]
+    behind: dict[int, int] = {}
+    """By fragment, how many updates the share's reads of it have missed at most; where that is to be counted."""
 
 
 class RowUpdate(msgspec.Struct):
@@ -281,6 +285,8 @@ class Surveyed(msgspec.Struct):
     moved: int
     """How often this copy has moved a row."""
     sha256: bytes
+    staleness: dict[int, int]
+    """How many shares have read how many updates behind."""
 
 
 class Summed(msgspec.Struct, tag=True):
@@ -460,6 +466,11 @@ class Done(msgspec.Struct, tag=True):
     """Of sums that are complete: a share of the part that came last, if that is known."""
 
 
+class Gathered(msgspec.Struct, tag=True):
+    versions: list[int]
+    """Of each fragment, how many updates are in the rows."""
+
+
 class Moved(msgspec.Struct, tag=True):
     """An answer: this server is not the primary of what was asked for; a newer layout says who is."""
 
@@ -488,4 +499,4 @@ class Asked(msgspec.Struct, tag=True):
 
 
 Call = Asked | Copy | Outline
-ANSWER = Done | Moved | Begun | Turned | Number | Tail | Met | Lacks | Pushed | Pulled
+ANSWER = Done | Gathered | Moved | Begun | Turned | Number | Tail | Met | Lacks | Pushed | Pulled

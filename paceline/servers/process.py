@@ -52,7 +52,7 @@ def main() -> None:
     handle = lambda caller, message, body: _ends_with(rooms.handle, message, body)  # noqa: E731
     Serving(doors, secret, Call, handle, Identity.make() if ready.far.startswith("tls") else None, _meter(row))
     filling = [partial(_keep_filling, shelf) for shelf in rooms.shelves.values()]
-    for work in (*filling, partial(_follow_layouts, rooms, link, ready)):
+    for work in (*filling, rooms.parameters.keep_settling, partial(_follow_layouts, rooms, link, ready)):
         threading.Thread(target=_ends_with, args=(work,), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
         row.computed(time.process_time_ns())

@@ -22,8 +22,9 @@ class Rooms:
 
     def __init__(self, number: int, dial: Callable[[str], Line], new_told: Callable[[], Told]) -> None:
         self._layout = Placed(0, [], [], [], {})
+        self.parameters = Shelf(number, dial, self._numbered("parameters", new_told()), settling=True)
         self.shelves: dict[str, Copying[Any]] = {
-            "parameters": Shelf(number, dial, self._numbered("parameters", new_told())),
+            "parameters": self.parameters,
             "keys": KeyShelf(number, dial, self._numbered("keys", new_told())),
         }
 

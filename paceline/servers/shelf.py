@@ -3,6 +3,8 @@ server (`copying`)."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 
 from paceline.servers import serving
 from paceline.servers.carried import DTYPES
-from paceline.servers.clocks import BEHIND, Backup, parse
+from paceline.servers.clocks import BEHIND, Backup, RowsBehind, may_read, parse
 from paceline.servers.coding import Excerpts
 from paceline.servers.copying import LOOK_S, Answered, Copying, NotPrimary
 from paceline.servers.held import Held, Point, Said, as_bytes
@@ -32,6 +34,7 @@ from paceline.servers.messages import (
     Drawing,
     Ended,
     Enter,
+    Gathered,
     Had,
     Hold,
     Lacking,
@@ -67,17 +70,31 @@ from paceline.servers.tables import FRAGMENTS, packed_size
 from paceline.tensors.channel import left_alone
 
 Copied = Said | Bring | Noted | Notes
+Dial = Callable[[str], Line]
+Told = Callable[[int, dict[int, int]], None]
 
 
 class Shelf(Copying[Any]):
     """Of `Held` (of `HeldCentre` where clients train apart), and of the `Registry` where workers go at their own pace: all
-    know, do and tell what is said."""
+    know, do and tell what is said.
+
+    `settling`: a thread of its own calls `keep_settling`."""
 
     _drawing: Drawing | None = None
     _drawn = b""
     """The same, encoded."""
     _excerpts: Excerpts | None = None
     """How gradients come coded, if they may."""
+
+    def __init__(
+        self, number: int = 0, dial: Dial | None = None, told: Told | None = None, settling: bool = False
+    ) -> None:
+        super().__init__(number, dial, told)
+        self._settling = settling
+        self._due: queue.SimpleQueue[HeldRows | None] = queue.SimpleQueue()
+        """For each update that is to be taken into rows beside the calls, whose."""
+        self._calm, self._readers = threading.Condition(), 0
+        """How many reads of rows are being answered."""
 
     @property
     def _begun(self) -> bool:
@@ -131,7 +148,11 @@ class Shelf(Copying[Any]):
                 with self._locked([fragment]) as (held,):
                     return Done(), (memoryview(held.states().packed()),)
             case Rows():
-                return Done(), [row.reshape(-1).view(np.uint8).data for row in self._gathered(call, body)]
+                with self._reading():
+                    found = list(self._gathered(call, body))
+                return Gathered([version for version, _ in found]), [
+                    rows.reshape(-1).view(np.uint8).data for _, rows in found
+                ]
             case Survey():
                 return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call)))),)
         return Done(), ()
@@ -196,13 +217,13 @@ class Shelf(Copying[Any]):
             value: torch.Tensor = held.values(version)
             return value.clone() if self._drawing.slots else value
 
-    def _gathered(self, asked: Rows, body: memoryview) -> Iterator[Block]:
+    def _gathered(self, asked: Rows, body: memoryview) -> Iterator[tuple[int, Block]]:
         """One fragment at a time: the next may still wait for its update."""
         at = 0
         for fragment in asked.fragments:
             size = packed_size(body[at:], dim=0)
-            with self._rows_at(fragment, asked.count) as held:
-                yield held.gather(body[at : at + size])
+            with self._rows_at(fragment, asked.count, asked.most) as held:
+                yield held.version, held.gather(body[at : at + size])
             at += size
 
     def _surveyed(self, asked: Survey) -> Iterator[Surveyed]:
@@ -211,13 +232,52 @@ class Shelf(Copying[Any]):
                 yield held.survey(asked.hashed)
 
     @contextmanager
-    def _rows_at(self, fragment: int, count: int) -> Iterator[HeldRows]:
-        """A fragment of rows, once so many updates are in it."""
+    def _rows_at(self, fragment: int, count: int, most: int = 0) -> Iterator[HeldRows]:
+        """A fragment of rows, once so many updates are in it, or all but so many of them."""
         with self._locked([fragment]) as (held,):
             if not isinstance(held, HeldRows):
                 raise ValueError(f"fragment {fragment} has no rows")
-            self._await(fragment, held, lambda: held.version >= count)
+
+            def there() -> bool:
+                held.settle(count - most)  # what was said is taken in here rather than waited for
+                return may_read(most, count, held.version).go
+
+            self._await(fragment, held, there)
             yield held
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._calm:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._calm:
+                self._readers -= 1
+                self._calm.notify_all()
+
+    def keep_settling(self) -> None:
+        """Take updates into rows, beside the calls; until `end_settling`."""
+        over = False
+        while not over:
+            batch = [self._due.get()]
+            if batch[0] is not None:
+                with batch[0].changed:
+                    pass  # at a primary: until the update was said of all its fragments
+            while not self._due.empty():
+                batch.append(self._due.get())
+            over = None in batch
+            # From the last one on: who reads or pushes begins with the first, so the two are in each other's way once. In the
+            # same order it would follow from fragment to fragment, and wait for all of the update.
+            for held in reversed(batch):
+                with self._calm:  # a worker waits for its read, and nobody for this
+                    self._calm.wait_for(lambda: not self._readers, LOOK_S)
+                if held is not None:
+                    with held.changed:
+                        held.settle(held.version + 1)
+
+    def end_settling(self) -> None:
+        self._due.put(None)
 
     def _register(self, call: Asking, body: memoryview) -> Answered:
         """What is asked of the register: it may have to wait, and be considered again whenever that has changed."""
@@ -275,7 +335,9 @@ class Shelf(Copying[Any]):
             raise ValueError(f"there is no fragment {fragment}")
         if fragment >= drawing.first_row_fragment:
             table = (fragment - drawing.first_row_fragment) // FRAGMENTS
-            return HeldRows(table, drawing.tables[table], since)
+            mode = parse(drawing.mode)
+            most = mode.most if self._settling and isinstance(mode, RowsBehind) else 0
+            return HeldRows(table, drawing.tables[table], since, fragment, most, self._due.put)
         if fragment >= len(drawing.fragments):
             if drawing.centre is not None:
                 return RoundRegistry(drawing.centre, since)

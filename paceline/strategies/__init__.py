@@ -43,6 +43,10 @@ class Entry(NamedTuple):
     """Module and class of the same with a codec, if there is one."""
     uncoded: str = ""
     """Why not."""
+    rows: bool = False
+    """Whether it trains the rows of a SparseEmbedding."""
+    behind: bool = False
+    """Whether these may be read some updates behind: then other bits come out each time."""
     reads: Callable[[str], object] = clocks.parse
     """What stands behind its name; UsageError if it cannot. Of those with servers."""
 
@@ -61,6 +65,12 @@ def _free(when: str, numbers: str = "") -> Entry:
     moves = "P out and P in for each micro-batch"
     coded = "paceline.strategies.coded_free", "CodedFree"
     return Entry(*_FREE, "at servers", when, "gradients", moves, servers=True, numbers=numbers, free=True, coded=coded)
+
+
+def _behind(where: str, one: bool) -> Entry:
+    when, coded = "every step, rows at most 2 updates behind", _CODED_PS
+    more = Entry(*_PS, where, when, "gradients", _EVERY, servers=True, numbers=":2", one=one, coded=coded)
+    return more._replace(rows=True, behind=True)
 
 
 def _apart(when: str, what: str, numbers: str, moves: str) -> Entry:
@@ -82,7 +92,7 @@ TABLE = {
         _EVERY,
         coded=("paceline.strategies.coded", "CodedAllReduce"),
     ),
-    "ps": Entry(*_PS, "at servers", "every step", "gradients", _EVERY, servers=True, coded=_CODED_PS),
+    "ps": Entry(*_PS, "at servers", "every step", "gradients", _EVERY, servers=True, coded=_CODED_PS, rows=True),
     "ps+backup": Entry(
         "paceline.strategies.backup",
         "Backups",
@@ -94,7 +104,11 @@ TABLE = {
         numbers=":1",
         uncoded="who is slow may be steps behind, and what a codec keeps of its share is by then that of a later step",
     ),
-    "central": Entry(*_PS, "at one server", "every step", "gradients", _EVERY, servers=True, one=True, coded=_CODED_PS),
+    "ps+rows": _behind("at servers", one=False),
+    "central": Entry(
+        *_PS, "at one server", "every step", "gradients", _EVERY, servers=True, one=True, coded=_CODED_PS, rows=True
+    ),
+    "central+rows": _behind("at one server", one=True),
     "async": _free("no waiting"),
     "ssp": _free("at most 3 steps ahead of the slowest", ":3"),
     "dssp": _free("1 to 8 steps ahead, as it pays", ":1,8"),
@@ -172,6 +186,7 @@ def split_codec(text: str) -> tuple[str, str]:
 
 
 def _find(text: str) -> Entry:
+    _refuse_misplaced_rows(text)
     mode, delays = text, Delays()
     if text.partition(":")[0] not in (name for name in TABLE if "+" in name):
         first, *options = text.split("+")
@@ -195,6 +210,21 @@ def _find(text: str) -> Entry:
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")
     return TABLE[name]
+
+
+def _refuse_misplaced_rows(text: str) -> None:
+    first, *options = text.split("+")
+    bounds = [option for option in options if option.partition(":")[0] == "rows"]
+    if not bounds or (options == bounds[:1] and f"{first}+rows" in TABLE):
+        return
+    number = bounds[-1].partition(":")[2]
+    bound = f"rows:{number}" if number.isascii() and number.isdigit() else "rows:2"
+    if f"{first}+rows" in TABLE and not options[0].startswith("backup"):
+        raise UsageError(f"--strategy {text}: nothing but a codec can be joined to {first}+rows; write {first}+{bound}")
+    raise UsageError(
+        f"--strategy {text}: only ps and central train the rows of a SparseEmbedding, which lie at their servers; write "
+        f"ps+{bound}"
+    )
 
 
 def create(text: str) -> Strategy:

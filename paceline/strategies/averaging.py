@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from paceline.tensors.layout import sum_dtype
 from paceline.tensors.peers import Peers
 from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan, Range
+
+if TYPE_CHECKING:
+    from paceline.beside import Beside
 
 _EXCHANGE = mix(502)
 
@@ -61,6 +64,8 @@ class Gift:
     """Whether behind it all weights are the same everywhere."""
     means: list[Outcome] = field(default_factory=list)
     """Of each fragment, once all have met for it."""
+    met: list[int] = field(default_factory=list)
+    """Whose gifts are in them: the slots."""
     theirs: list[Any] = field(default_factory=list)
     """Or what a partner has given, if there was one."""
 
@@ -95,6 +100,8 @@ class Averaging:
         """The slots of those who met last; none: they have not met yet, and are all there."""
         self.dropped: list[list[int]] = []
         """Replicas that the run has gone on without: the slot, and the steps that were done."""
+        self.beside: Beside | None = None
+        """Where exchanges go on while this replica trains, if they do."""
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:
@@ -123,10 +130,9 @@ class Averaging:
         return CodedReducer(tensors, count, self._peers, self._codec)
 
     def meet(self, peers: Peers) -> None:
+        """The reducers are told when they are used: a thread may be at one of them now."""
         self._sent_before += self._peers.sent_bytes
         self._peers = peers
-        for fragment in self._fragments:
-            fragment.reducer.peers = peers
 
     # an exchange
 
@@ -175,24 +181,36 @@ class Averaging:
 
     def withdraw(self, gift: Gift) -> None:
         """There is more to be trained before it counts: buffers go on from where they were."""
+        self._undo(gift)
         for number, mine in zip(gift.fragments, gift.differences, strict=True):
             if number == 0:
                 self._buffers.go_on(mine[len(self._fragments[0].params) :])
 
-    def exchange(self, gift: Gift, slot: int, circle: Circle) -> None:
-        """Meet the others for it; again from its beginning, if a peer was lost in the middle."""
-        plan = plan_of(circle.slots, circle.leaves)
-        gift.means = []
+    def exchange(self, gift: Gift, slot: int, circle: Circle, peers: Peers | None = None) -> None:
+        """Meet the others for it, in a group of its own if one is given; again from its beginning, if a peer was lost in the
+        middle. Nothing but the gift and what a codec keeps is changed: this may be beside the training."""
+        peers, plan = peers or self._peers, plan_of(circle.slots, circle.leaves)
+        self._undo(gift)
+        gift.met = sorted(circle.slots)
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
+            reducer.peers = peers
             with torch.no_grad():
                 if isinstance(reducer, CodedReducer):
                     reducer.begin(self.rounds, 0)
                 reducer.open(plan, 0)
-                for leaf in plan.leaves_of(self._peers.rank):
+                for leaf in plan.leaves_of(peers.rank):
                     counts = leaf == slot and weight > 0
                     reducer.fold(leaf, mine if counts else [None] * len(mine), weight if counts else 0.0)
                 gift.means.append(reducer.commit(mix(_EXCHANGE, self.rounds, number), 0, (), True, 1.0))
+
+    def _undo(self, gift: Gift) -> None:
+        """What has come of it does not count: a codec keeps what it kept before."""
+        for number, _ in zip(gift.fragments, gift.means, strict=False):
+            reducer = self._fragments[number].reducer
+            if isinstance(reducer, CodedReducer):
+                reducer.kept.undo()
+        gift.means, gift.met = [], []
 
     def take(self, gift: Gift) -> None:
         """What became of it comes in."""
@@ -235,6 +253,7 @@ class Averaging:
 
     def catch_up(self, gift: Gift, slot: int, slots: int, state: dict[str, Any]) -> None:
         """The same for one who comes too late for that: this is what another one has had behind it."""
+        self._undo(gift)
         for number, mine, weight in zip(gift.fragments, gift.differences, gift.weights, strict=True):
             reducer = self._fragments[number].reducer
             if isinstance(reducer, CodedReducer):
@@ -248,6 +267,7 @@ class Averaging:
 
     def miss(self, gift: Gift) -> None:
         """An exchange of the others, which this one has no part in."""
+        self._undo(gift)
         self.rounds += 1
         for number, steps in zip(gift.fragments, gift.steps, strict=True):
             self._fragments[number].steps -= steps
@@ -309,7 +329,7 @@ class Averaging:
         return nullcontext()
 
     def wire_bytes(self) -> int:
-        return self._sent_before + self._peers.sent_bytes
+        return self._sent_before + self._peers.sent_bytes + (self.beside.sent_bytes if self.beside else 0)
 
     def report(self) -> dict[str, Any]:
         sent = sum(r.sent_bytes for r in self._reducers if isinstance(r, CodedReducer))
@@ -319,7 +339,8 @@ class Averaging:
         return {**self.met.report(self.drift), **compression, **({"dropped": dropped} if dropped else {})}
 
     def close(self) -> None:
-        return
+        if self.beside is not None:
+            self.beside.close()
 
 
 def plan_of(slots: Sequence[int], leaves: int) -> Plan:

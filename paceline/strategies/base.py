@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,8 +166,9 @@ class Lasting(Strategy, Protocol):
     def scattered(self) -> bool:
         """Whether it lies with each worker alone. Then all `collect` before a checkpoint, and before the members change."""
 
-    def keep_in(self, allocate: Allocate | None) -> None:
-        """Before `attach`: memory that outlives a worker and is the same for all; None where there is none."""
+    def keep_in(self, allocate: Allocate | None, go_back: Callable[[str], NoReturn]) -> None:
+        """Before `attach`: memory that outlives a worker and is the same for all; None where there is none. `go_back` says why
+        the run cannot go on where it is, and does not return: all begin again at the newest checkpoint."""
 
     def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
         """Between two steps: everybody gets everybody's. Nothing is done where all have it already."""

@@ -7,7 +7,8 @@ Each share's gradient is sent as few bytes, and what these leave out is kept for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,11 +42,13 @@ class CodedAllReduce(AllReduce):
         self._allocate: Allocate | None = None
         self._at = 0, 0
         """Step and number of the reduce point in hand."""
+        self._lost = False
+        """What was kept for somebody's shares is gone with it."""
         self._restored: list[list[Any]] = []
         """What was kept before this worker came, until its first point: the script may thaw a layer there."""
 
-    def keep_in(self, allocate: Allocate | None) -> None:
-        self._allocate = allocate
+    def keep_in(self, allocate: Allocate | None, go_back: Callable[[str], NoReturn]) -> None:
+        self._allocate, self._go_back = allocate, go_back
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         if scaled is not None:
@@ -65,6 +68,7 @@ class CodedAllReduce(AllReduce):
         return reducer
 
     def open(self, point: Point, plan: Plan, flat: bool) -> None:
+        self._need_all()
         self._at = point.step, point.call
         self._reducer.begin(*self._at)
         super().open(point, plan, flat)
@@ -84,17 +88,29 @@ class CodedAllReduce(AllReduce):
     def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:
         if self._reducer.kept.whole:
             return
+        self._need_all()
         said = gather(lambda: bytes(Snapshot(self._reducer.kept.own()).packed()))
+        self._need_all()  # somebody may have been lost in that
         everyone = [Snapshot.read(memoryview(bytearray(raw))).tree for raw in said]
         self._reducer.kept.take_in(everyone, self._peers.rank == 0)
 
     def meet(self, peers: Peers) -> None:
-        if self._reducer.kept.needs_others:
-            raise UsageError(
-                f"a worker is gone, and with it what {self._codec.name} had kept for its slots: on several machines nobody else has "
-                "that. Go on from a checkpoint (`paceline resume`); the codec bf16 keeps nothing, and outlives any death"
-            )
+        self._lost = self._lost or self._reducer.kept.needs_others
         super().meet(peers)
+
+    def carry_on(self, point: Point, plan: Plan, kept: int) -> list[int]:
+        self._need_all()
+        return super().carry_on(point, plan, kept)
+
+    def as_begun(self) -> AbstractContextManager[None]:
+        self._lost = self._lost or self._reducer.kept.needs_others
+        self._need_all()
+        return super().as_begun()
+
+    def _need_all(self) -> None:
+        """Not before it is needed: a run that is at its end trains no more."""
+        if self._lost:
+            self._go_back(f"a worker is gone, and with it what {self._codec.name} had kept for its slots")
 
     def capture(self) -> dict[str, Any]:
         return {**super().capture(), "kept": self._reducer.kept.capture()}

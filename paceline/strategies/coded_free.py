@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,7 +46,7 @@ class CodedFree(FreeRunning):
 
     scattered = False
 
-    def keep_in(self, allocate: Allocate | None) -> None:
+    def keep_in(self, allocate: Allocate | None, go_back: Callable[[str], NoReturn]) -> None:
         self._allocate = allocate
 
     def collect(self, gather: Callable[[Callable[[], bytes]], list[bytes]]) -> None:

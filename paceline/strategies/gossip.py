@@ -20,7 +20,7 @@ from paceline.state.snapshot import Snapshot
 from paceline.strategies.averaging import Averaging, Circle, Gift
 from paceline.strategies.pairing import partner
 from paceline.tensors.layout import sum_dtype
-from paceline.tensors.peers import Trading
+from paceline.tensors.peers import Peers, Trading
 
 _TRADE, _TRADED = mix(602), mix(603)
 
@@ -52,9 +52,9 @@ class Gossip(Averaging):
 
     # an exchange
 
-    def exchange(self, gift: Gift, slot: int, circle: Circle) -> None:
+    def exchange(self, gift: Gift, slot: int, circle: Circle, peers: Peers | None = None) -> None:
         if gift.everything:
-            super().exchange(gift, slot, circle)
+            super().exchange(gift, slot, circle, peers)
         else:
             self.exchange_again(gift, slot, circle, self.rounds)
 

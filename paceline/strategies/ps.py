@@ -25,12 +25,14 @@ from paceline.hooks import Hook
 from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, refuse_closure
+from paceline.servers.clocks import RowsBehind, parse
 from paceline.servers.coding import Coding
 from paceline.servers.fragments import cut
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Update, Value
 from paceline.servers.peers import ServedPeers, Sums, stretch
 from paceline.servers.stock import Stock
+from paceline.strategies import split_codec
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled, Seat
 from paceline.strategies.rows import ServedRows, check_tables
@@ -48,6 +50,12 @@ class ParameterServers(AllReduce):
     def __init__(self, text: str = "ps") -> None:
         super().__init__(text)
         self.waits: dict[int, float] = {}
+        plain = split_codec(text)[0]
+        mode = parse(plain)
+        self._behind = mode.most if isinstance(mode, RowsBehind) else None
+        """How many updates behind rows may be read, where that was said."""
+        if self._behind is not None:
+            self.mode = plain
 
     def reach(self, servers: Directory, watch: Watch, seat: Seat) -> None:
         self._watch = watch
@@ -65,8 +73,14 @@ class ParameterServers(AllReduce):
 
     def attach(self, replica: Replica, peers: Peers, mean: bool, scaled: Scaled | None) -> None:
         self._tables = tables_of(replica.models)
+        if self._behind is not None and not self._tables:
+            rest = self.mode.partition("+")[0]
+            raise UsageError(
+                f"--strategy {self.mode} lets rows be read behind, and there is no paceline.SparseEmbedding in what was prepared, "
+                f"whose rows these would be: pass --strategy {rest}"
+            )
         check_tables(self._tables, replica, scaled)
-        self._rows = ServedRows(self._tables, self._holders)
+        self._rows = ServedRows(self._tables, self._holders, self._behind)
         super().attach(replica, self._served_by(peers), mean, scaled)
         for number, optimizer in enumerate(replica.optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))

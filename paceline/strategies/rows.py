@@ -1,13 +1,14 @@
 """A worker's side of tables whose rows lie at servers: what its forwards read, and what its shares bring.
 
-    read       rows as of the newest update, for a forward
+    read       rows as of the newest update, for a forward; or some updates behind, where that is allowed (`most`)
     collect    gradients, as backward makes them
     fold       a share is over: all that it has collected is one contribution, named after the share
     send       before the workers meet, so that whoever comes out of the meeting knows that nobody's is missing
     met        what the sum at that point is divided by
     advance    with an optimizer's step: what was met since the last one moves the rows
 
-All workers say the same `Advance`, and none waits for it: the rows that it reads next are those behind it.
+All workers say the same `Advance`, and none waits for it: the rows that it reads next are those behind it. Where they may be
+some updates behind, a server answers an `Advance` when its copies know of it, and takes it into the rows beside that.
 
 Everything goes by the line that gradients leave by. On the other one a question may be waiting for a sum whose shares were
 lost with a worker; whoever computes them anew has to read rows before it can be answered.
@@ -16,7 +17,7 @@ lost with a worker; whoever computes them anew has to read rows before it can be
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ from paceline.embedding import Held, SparseEmbedding, Traffic
 from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.calling import Reply
+from paceline.servers.clocks import behind
 from paceline.servers.holders import Holders, MovedError
 from paceline.servers.messages import Advance, Lay, RowPush, Rows, RowUpdate, State, Survey, Surveyed
 from paceline.servers.row_optimizers import Block
@@ -43,11 +45,15 @@ class _Brought(NamedTuple):
 
     leaf: int
     rows: dict[int, Contribution]
+    behind: dict[int, int]
+    """By fragment, how many updates its reads have missed at most."""
 
 
 class ServedRows:
-    def __init__(self, embeddings: Sequence[SparseEmbedding], holders: Holders) -> None:
-        self._embeddings, self._holders, self._first = embeddings, holders, 0
+    """`most`: how many updates behind rows may be read; None: none, and that is not counted either."""
+
+    def __init__(self, embeddings: Sequence[SparseEmbedding], holders: Holders, most: int | None = None) -> None:
+        self._embeddings, self._holders, self._first, self._most = embeddings, holders, 0, most
         self._homes = [_Home(self, number, each.dim) for number, each in enumerate(embeddings)]
         self._count = 0
         """Updates so far."""
@@ -55,6 +61,8 @@ class ServedRows:
         """Of the points that were met since."""
         self._brought: list[_Brought] = []
         """To the point in hand, and not sent yet."""
+        self._behind: dict[int, int] = {}
+        """What the share in hand has missed."""
         self._update = memoryview(b"")
         """The last one that this worker has said."""
         self._said: list[Future[Reply]] | None = []
@@ -89,10 +97,11 @@ class ServedRows:
         if weight != 1.0:
             rows = {number: (touched, block * np.float32(weight)) for number, (touched, block) in rows.items()}
         if rows:
-            self._brought.append(_Brought(leaf, rows))
+            self._brought.append(_Brought(leaf, rows, self._behind))
         self.drop()
 
     def drop(self) -> None:
+        self._behind = {}
         for home in self._homes:
             home.begin_share(keep=home.known is not None)
 
@@ -100,7 +109,7 @@ class ServedRows:
         """Everything that shares have brought is at the servers when this returns, and at their backups."""
         if self._brought or self._said != []:  # nobody is to wait at a meeting for one who waits for an update
             self._through(lambda: self._wait([call for brought in self._brought for call in self._push(brought)]))
-        self._brought = []
+        self._brought, self._behind = [], {}
         for home in self._homes:
             home.begin_share(keep=False)
 
@@ -116,7 +125,8 @@ class ServedRows:
                 parts[fragment] = list(pack(touched.ids[where], block[where]))
                 traffic.bytes += sum(map(len, parts[fragment]))
         for mine in self._holders.of_each(sorted(parts)):
-            message = RowPush(self._count + 1, len(self._divisors), brought.leaf, mine)
+            missed = {k: brought.behind[k] for k in mine if k in brought.behind}
+            message = RowPush(self._count + 1, len(self._divisors), brought.leaf, mine, missed)
             yield self._holders.out(mine, message, *(part for k in mine for part in parts[k]))
 
     # updates
@@ -164,7 +174,8 @@ class ServedRows:
 
     # reading
 
-    def read(self, table: int, touched: Touched) -> Block:
+    def read(self, table: int, touched: Touched, newest: bool) -> Block:
+        most = 0 if newest else self._most or 0
         home = self._homes[table]
         rows = np.empty((len(touched.ids), home.dim), dtype=np.float32)
         where = dict(touched.by_fragment(self._of(table)))
@@ -175,7 +186,7 @@ class ServedRows:
             asked = []
             for mine in self._holders.of_each(where):
                 ids = [part for k in mine for part in pack(touched.ids[where[k]])]
-                asked.append((mine, self._holders.out(mine, Rows(self._count, mine), *ids)))
+                asked.append((mine, self._holders.out(mine, Rows(self._count, mine, most), *ids)))
             self._wait([future for _, future in asked])
             for mine, future in asked:
                 found, at = np.frombuffer(future.result().body, dtype=np.float32).reshape(-1, home.dim), 0
@@ -183,10 +194,16 @@ class ServedRows:
                     into = rows[where[k]]
                     into[:] = found[at : at + len(into)]
                     at += len(into)
+                if self._most is not None and not newest:
+                    self._note(mine, future.result().message.versions)
 
         if where:
             self._through(attempt)
         return rows
+
+    def _note(self, fragments: Sequence[int], versions: Sequence[int]) -> None:
+        for k, version in zip(fragments, versions, strict=True):
+            self._behind[k] = max(self._behind.get(k, 0), behind(self._count, version))
 
     def survey(self, table: int) -> Held:
         found = self._survey(self._of(table), hashed=False).values()
@@ -198,7 +215,8 @@ class ServedRows:
             return {}
         found = self._survey(self.fragments, hashed=True)
         digest = hashlib.sha256(b"".join(found[k].sha256 for k in self.fragments)).hexdigest()
-        return {"rows": sum(each.rows for each in found.values()), "rows_sha256": digest}
+        facts = {"rows": sum(each.rows for each in found.values()), "rows_sha256": digest}
+        return facts if self._most is None else {**facts, "staleness": _all_staleness(found.values())}
 
     def _survey(self, fragments: range, hashed: bool) -> dict[int, Surveyed]:
         found: dict[int, Surveyed] = {}
@@ -220,7 +238,7 @@ class ServedRows:
     def lay(self) -> None:
         """Give the servers the rows of a checkpoint, or none."""
         seeds = [embedding.seed_now() for embedding in self._embeddings for _ in range(FRAGMENTS)]
-        states = self._state or [{"seed": seed, "chunks": []} for seed in seeds]
+        states = self._state or [{"seed": seed, "chunks": [], "staleness": {}} for seed in seeds]
 
         def attempt() -> None:
             for fragment, state in zip(self.fragments, states, strict=True):
@@ -263,6 +281,13 @@ class ServedRows:
         return self._through(attempt)
 
 
+def _all_staleness(found: Iterable[Surveyed]) -> dict[str, int]:
+    counts: dict[int, int] = {}
+    for missed, count in (each for surveyed in found for each in surveyed.staleness.items()):
+        counts[missed] = counts.get(missed, 0) + count
+    return {str(missed): counts[missed] for missed in sorted(counts)}
+
+
 def check_tables(tables: Sequence[SparseEmbedding], replica: Replica, scaled: Scaled | None) -> None:
     if tables and not replica.optimizers:
         raise UsageError(
@@ -287,13 +312,13 @@ class _Home:
         self.collected = []
         self.known = (NOTHING, np.empty((0, self.dim), dtype=np.float32)) if keep else None
 
-    def read(self, touched: Touched) -> Block:
+    def read(self, touched: Touched, newest: bool) -> Block:
         if self.known is None:
-            return self._served.read(self._number, touched)
+            return self._served.read(self._number, touched, newest)
         at = touched.find(self.known[0])
         if (at < 0).any():
             fresh = touched.take(at < 0)
-            rows = self._served.read(self._number, fresh)
+            rows = self._served.read(self._number, fresh, newest)
             self.known = added([self.known, (fresh, rows)])
             if len(fresh.ids) == len(touched.ids):
                 return rows

@@ -137,6 +137,8 @@ class Remembering:
     def __init__(self, peers: Peers, view: View, past: Past, ended: Callable[[], bool]) -> None:
         self._peers, self._view, self._past, self._ended = peers, view, past, ended
         self.rank, self.size, self.device, self.reads_late = peers.rank, peers.size, peers.device, peers.reads_late
+        self._opened: Peers = peers
+        """Whose memory the parts of the point in hand are in."""
         self._met = Met()
         """What comes of the point in hand."""
         self._over = False
@@ -163,13 +165,19 @@ class Remembering:
 
     def open(self, plan: Plan, layout: Layout, lanes: int) -> None:
         self._in_term()
-        self._lost = None
-        self._peers.open(plan, layout, lanes)
+        self._lost, self._opened = None, self._peers
+        try:
+            self._peers.open(plan, layout, lanes)
+        except TermEnded as ended:
+            # A flat loop has computed its share by this term's plan already: so the point is opened in it all the same.
+            self._lost = ended
+            self._opened = Ended(self.rank, self.size, self.device, self._view.term, self._past)
+            self._opened.open(plan, layout, lanes)
         self._past.open(self._view.term)
         self._met = Met(0, self._view, plan)
 
     def parts(self) -> Parts:
-        return self._peers.parts()
+        return self._opened.parts()
 
     def post(self, bucket: int) -> None:
         if self._lost is None:

@@ -134,9 +134,11 @@ class SharedChannel:
         self._socket, self._returns = sock, returns
         self._chunk, self._over = chunk, False
         self._sending = threading.Lock()
-        """Guards the next four."""
+        """Guards the next five."""
         self._out, self._out_at = out, 0
         self._unreturned: deque[_Away] = deque()
+        self._used = 0
+        """Bytes of the ring that are in there."""
         self._lender, self._lent_out = Lender(), 0
         """How many bodies are lent to the other side by one who waits to be told that they are taken."""
         self._into, self._into_at = into, 0
@@ -164,6 +166,7 @@ class SharedChannel:
                 _fill(self._out.view(self._out_at, size), views)
                 self._out_at += aligned(size)
                 self._unreturned.append(_Away(aligned(size)))
+                self._used += aligned(size)
                 self._socket.sendall(words)
                 words = _MORE
             if not nbytes:
@@ -199,7 +202,7 @@ class SharedChannel:
         return [self._chunk] * whole + [rest] * bool(rest)
 
     def _make_room(self, size: int) -> None:
-        while self._out.size - sum(each.nbytes for each in self._unreturned) < size or len(self._unreturned) == _SLOTS:
+        while self._out.size - self._used < size or len(self._unreturned) == _SLOTS:
             self._take_back(_soon(self._returns, _SLOTS))
 
     def _take_back(self, returned: bytes) -> None:
@@ -211,6 +214,7 @@ class SharedChannel:
             self._done_with(self._unreturned.popleft())
 
     def _done_with(self, away: _Away) -> None:
+        self._used -= away.nbytes
         if away.taken is not None:
             self._lent_out -= away.taken is not left_alone
             away.taken()

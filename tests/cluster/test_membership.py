@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -318,7 +319,7 @@ def test_no_more_are_started_than_the_machines_have_room_for() -> None:
     membership.room = 2  # a machine is lost, with two of them
     assert [each for each in membership.died(2, "was lost") if isinstance(each, Start)] == []
     assert [each for each in membership.died(3, "was lost") if isinstance(each, Start)] == []
-    assert membership.reach == 2
+    assert membership.reach == 2 and membership.reach_with_room == 4
     back = membership.make_room(4, "it is back")
     assert [each.worker for each in back if isinstance(each, Start)] == [4, 5] and membership.reach == 4
 
@@ -336,3 +337,15 @@ def test_all_begin_again_in_a_term_of_their_own() -> None:
     assert [start.worker for start in started if isinstance(start, Start)] == [4, 5, 6]
     assert membership.starts_left == 9 - 1 - 3 and membership.standing[6] is Standing.STARTING
     assert membership.died(4, "was killed")[0] == Publish(View(5, (5,)), False, "worker 4 was killed")
+
+
+@pytest.mark.parametrize(("room", "members", "spares"), [(1, 1, 0), (3, 3, 0), (4, 4, 0), (5, 4, 1), (9, 4, 2)])
+def test_as_many_begin_again_as_the_machines_have_room_for(room: int, members: int, spares: int) -> None:
+    membership = Membership.begin(wanted=4, starts_left=20, spares=2)
+    membership.room = room
+    membership.end()
+    published, *started = membership.begin_again("all was lost")
+    assert isinstance(published, Publish) and len(published.view.members) == members
+    assert len(started) == members + spares and membership.starts_left == 20 - members - spares
+    more = membership.make_room(9, "another machine has come")
+    assert sum(isinstance(each, Start) for each in more) == 6 - members - spares

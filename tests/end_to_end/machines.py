@@ -119,17 +119,25 @@ class Spread(Going):
         return found
 
     def kill_machine(self, machine: int) -> None:
-        """Everything on it at once, as if its power were cut."""
+        """Everything on it at once, as if its power were cut. It is stopped first: else a standby that sees its leader go
+        starts another before it goes itself."""
+        stopped: set[int] = set()
+        while new := self._processes_on(machine) - stopped:
+            for pid in new:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            stopped |= new
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if machine:
+            self.agents[machine - 1].kill()  # the command that waits there for the run's end
+
+    def _processes_on(self, machine: int) -> set[int]:
         log = f"nursery-{machine}.log" if machine else "nursery.log"
         rest = [pid for pid in processes_of(self.folder) if log.encode() in _command_of(pid)]
         trained = (*self.workers_on(machine).values(), *self.servers_on(machine).values())
-        for pid in (*self.agents_of(machine), *rest, *trained):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if machine:
-            self.agents[machine - 1].kill()  # the command that waits there for the run's end
+        return {*self.agents_of(machine), *rest, *trained}
 
     @contextmanager
     def frozen_agents(self, machine: int) -> Iterator[None]:

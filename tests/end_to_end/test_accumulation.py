@@ -25,7 +25,7 @@ for epoch in run.epochs(12):
             optimizer.zero_grad()
         while run.step in hold and not run._session.board.next_term and run._session.view.term < 3:
             time.sleep(0.001)   # until a newcomer is announced
-        while run.step == 13 and run.settings.checkpoint_every and not run.resumed and not written():
+        while run.step in (5, 9, 13) and run.settings.checkpoint_every and not run.resumed and not written():
             time.sleep(0.001)
         for x, y in run.slots():
             (F.cross_entropy(model(x), y) / 5).backward()

@@ -128,9 +128,10 @@ def test_the_standby_and_the_nursery_are_replaced(tmp_path: Path, weights: str) 
     )
     with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", *faults) as run:
         run.wait_for(run.event("joined"), "a replacement")
-        first = run.event("standby")()
+        killed = run.wait_for(run.event("fault", why="kill standby @step 30"), "the kill")["time"]
         run.wait_for(
-            lambda: [e for e in run.lines("events.jsonl") if e["event"] == "standby" and e != first], "another standby"
+            lambda: [e for e in run.lines("events.jsonl") if e["event"] == "standby" and e["time"] > killed],
+            "another standby",
         )
         finish(run)
         result = ended(run)

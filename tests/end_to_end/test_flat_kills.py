@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end import machines
 from tests.end_to_end.killing import DYING
-from tests.end_to_end.launching import Result, ended, going, launch, paceline
+from tests.end_to_end.launching import Result, ended, finish, going, launch, paceline
 from tests.end_to_end.test_failures import left_processes
 
 EPOCHS, STEPS, SAMPLES = 8, 32, 8 * 97
@@ -163,6 +164,42 @@ def test_a_worker_that_is_told_to_go_is_replaced_and_a_coordinator_may_die_too(
     faults = ("--fault", "kill coordinator @step 12")
     result = launch(tmp_path, told, *FLAT, *faults, args=(*SMALL, "1:5:forward", "2:13:forward", "0:14:exchange"))
     check(result, undisturbed, tmp_path, 3)
+
+
+APART = {
+    "Gloo; the first step, at a meeting, while adding up": ["1:0:forward", "0:6:exchange", "2:13:total"],
+    "Gloo; two at once, the newcomer too, between steps": ["0:4:forward", "2:4:batch", "3:4:exchange", "1:9:reduced"],
+}
+
+
+@pytest.mark.parametrize("moment", APART)
+def test_over_groups_of_torch(tmp_path: Path, moment: str, undisturbed: dict[str, Any]) -> None:
+    """Where some may have met and others not."""
+    result = launch(tmp_path, SCRIPT, *FLAT, "--transport", "gloo", args=(*SMALL, *APART[moment]))
+    check(result, undisturbed, tmp_path, len(APART[moment]))
+
+
+HOLDS = """at("batch")
+        import time
+        while run.step == 20 and not (run.dir / "go").exists():
+            time.sleep(0.001)
+"""
+
+
+def test_on_several_machines(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Workers of both; and then a machine with all that it has, for which another one comes."""
+    orders = ["1:0:forward", "2:5:exchange", "0:9:total", "4:13:open"]
+    given = f"width, loaders, *orders = {[*SMALL, *orders]}"
+    script = SCRIPT.replace("width, loaders, *orders = sys.argv[1:]", given).replace('at("batch")', HOLDS)
+    with machines.spread(tmp_path, script, 2, *FLAT, "--lease", "1.5") as run:
+        run.wait_for_step(19)
+        run.kill_machine(1)
+        run.wait_for(lambda: not run.workers_on(1), "its loss")
+        finish(run)
+        run.wait_for(lambda: any("waits for a machine" in e["why"] for e in run.every("notice")), "that one is missing")
+        run.join()
+        check(ended(run), undisturbed, tmp_path, len(orders) + 1)
+        machines.one_of_each(run)
 
 
 SECOND = (

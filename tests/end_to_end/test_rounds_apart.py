@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.end_to_end.launching import WAITS, ended, finish, launch, paceline
 from tests.end_to_end.machines import spread
-from tests.end_to_end.test_rounds import SCRIPT
+from tests.end_to_end.test_rounds import BESIDE, SCRIPT
 
 WHOLE = SCRIPT.replace("294", "300")  # so that 4 replicas have some of every batch
 
@@ -19,6 +19,24 @@ def test_pairs_trade_between_machines_and_a_lost_replica_changes_no_bit(tmp_path
         done = ended(run)
     assert done.code == 0, done.err
     assert done.summary["recoveries"] == 1 and done.weights == alone.weights
+
+
+def test_replicas_on_two_machines_are_killed_while_their_exchange_goes_on_beside_the_training(tmp_path: Path) -> None:
+    flags = ("-n", "4", "--strategy", "streaming:8,2,overlap=3")
+    (tmp_path / "one").mkdir()
+    alone = launch(tmp_path / "one", WHOLE, *flags)
+    # One with its machine's sums in hand, and one who waits for what its leader brings.
+    orders = ("2:1:commit", "1:3:open")
+    script = (
+        BESIDE.replace("294", "300")
+        .replace("sys.argv[1:]", repr(orders))
+        .replace(', doomed(fragment.reducer, "_met")', "")
+    )
+    with spread(tmp_path, script, 2, *flags) as run:
+        done = ended(run)
+    assert done.code == 0, done.err
+    assert done.summary["recoveries"] == 2 and done.weights == alone.weights
+    assert done.summary["participants"] == {"4": alone.summary["rounds"]}
 
 
 def test_a_machine_is_lost_with_its_replicas_and_the_others_train_their_shares(tmp_path: Path) -> None:

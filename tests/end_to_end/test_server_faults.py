@@ -68,10 +68,11 @@ def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple
 def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
     done = launch(tmp_path, TRAINS, *LOSES_ALL, "--servers", "1", "--checkpoint-every", "10")
     assert done.weights == weights and done.summary["rollbacks"] == 1
-    assert re.search(
-        r"the run goes on from its checkpoint of step \d+: (no step is|step \d+ is|steps \d+-\d+ are) trained again",
+    told = re.search(
+        r"the run goes on from its checkpoint of step (\d+): (no step is|step \d+ is|steps \d+-\d+ are) trained again",
         done.err,
     )
-    assert done.summary["steps_redone"] < 25
+    assert told is not None and int(told[1]) >= 10, "not from the start; how many were left out hangs on the disk"
+    assert done.summary["steps_redone"] < done.summary["steps"]
     verified = paceline("verify", "it", cwd=tmp_path)
     assert verified.returncode == 0 and "every one of 96 samples exactly once" in verified.stdout, verified.stdout

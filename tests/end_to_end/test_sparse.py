@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -117,6 +118,60 @@ def test_a_checkpoint_has_the_rows(tmp_path: Path, undisturbed: tuple[str, str, 
     assert (summary["weights_sha256"], summary["rows_sha256"], summary["rows"]) == undisturbed
 
 
+SUMS = '''
+import hashlib, time, torch, torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+run = paceline.init()
+IDS, EPOCHS = 600, 6
+
+class Sum(nn.Module):
+    """Each row moves by the whole numbers of the samples; the dense part by what the rows are when they are read."""
+    def __init__(self):
+        super().__init__()
+        self.rows = paceline.SparseEmbedding(16, optimizer="sgd", lr=1.0, init=0.0)
+        self.top = nn.Linear(16, 1)
+    def forward(self, numbers):
+        rows = self.rows(torch.arange(IDS))
+        return rows.sum() * numbers.sum() + self.top(rows.detach().mean(0)).tanh().sum()
+
+model = Sum()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+numbers = torch.randint(1, 100, (80,), generator=torch.Generator().manual_seed(1)).float()
+loader = DataLoader(TensorDataset(numbers), batch_size=8, shuffle=True)
+run.prepare(model, optimizer, loader, loss="sum")
+for epoch in run.epochs(EPOCHS):
+    for batch in loader:
+        for (mine,) in run.slots():
+            time.sleep(0.003)
+            model(mine).backward()
+        optimizer.step(); optimizer.zero_grad()
+        run.log(done=run.step)
+with torch.no_grad():
+    off = (model.rows(torch.arange(IDS)) + EPOCHS * numbers.sum()).unique().tolist()
+assert off == [0.0], f"rows are off by {off}"
+dense = hashlib.sha256(model.top.weight.detach().numpy().tobytes()).hexdigest()
+(run.dir / f"dense-{run._session.worker}").write_text(dense)
+'''
+
+
+def test_rows_that_are_read_behind_count_each_share_once_whoever_is_killed(tmp_path: Path) -> None:
+    """The script itself compares its rows with the sum. Every share touches all 8 fragments."""
+    plan = ("kill worker:1 @step 12", "kill server:0 @step 24", "kill coordinator @step 36", "kill main @step 48")
+    faults = [word for fault in plan for word in ("--fault", fault)]
+    flags = ("-n", "3", "--servers", "2", "--strategy", "ps+rows:2", "--slots", "4", *faults)
+    done = launch(tmp_path, SUMS, *flags)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert [event["why"] for event in done.events() if event["event"] == "fault"] == list(plan)
+    staleness = {int(missed): count for missed, count in done.summary["staleness"].items()}
+    assert max(staleness) <= 2 and sum(staleness.values()) == done.summary["steps"] * 4 * 8, staleness
+    dense = [path.read_text() for path in done.folder.glob("dense-*")]
+    assert len(dense) == 3 and len({*dense}) == 1, "the dense part is in step"
+    assert re.search(r"staleness +pulls\n0 ", paceline("show", "it", cwd=tmp_path).stdout)
+    assert paceline("verify", "it", cwd=tmp_path).returncode == 0
+    assert left_processes(str(tmp_path)) == []
+
+
 def test_the_example_learns(tmp_path: Path) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "ctr.py"
     arguments = ("--samples", "20000", "--ids", "2000", "--dim", "8", "--batch-size", "512")
@@ -135,8 +190,9 @@ def test_the_example_learns(tmp_path: Path) -> None:
             PS,
             "none was given to run.prepare()",
         ),
+        (("", ""), ("-n", "2", "--strategy", "allreduce+rows:3"), "only ps and central train the rows"),
     ],
-    ids=["all-reduce", "fp16", "no optimizer"],
+    ids=["all-reduce", "fp16", "no optimizer", "bounded all-reduce"],
 )
 def test_what_cannot_be_is_told_in_one_line(
     tmp_path: Path, change: tuple[str, str], flags: tuple[str, ...], says: str

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.servers.calling import Line, Lines, RefusedError
+from paceline.servers.calling import Line, Lines, RefusedError, Reply
 from paceline.servers.serving import Caller, Refusal
 from paceline.tensors.channel import LARGEST_HEAD, Channel
 from tests.servers.attending import attended
@@ -62,6 +62,26 @@ def test_an_answer_goes_where_it_was_told_to_if_it_fits(ends: tuple[Line, Channe
     answer(server, Said(2), b"longer")
     assert fits.result(PATIENCE_S).body == memory == b"four"
     assert longer.result(PATIENCE_S).body == b"longer" and memory == b"four"
+
+
+def test_what_comes_of_a_call_is_what_is_made_of_its_answer(ends: tuple[Line, Channel]) -> None:
+    """Also an error: it is the caller's, and the line goes on."""
+
+    def turn(reply: Reply) -> int:
+        return 100 // int(reply.message.number)
+
+    line, server = ends
+    futures = [line.turned(turn, Count(number)) for number in range(3)]
+    for message in (Said(4), Said(0), Refusal("no")):
+        answer(server, message)
+    assert futures[0].result(PATIENCE_S) == 25
+    with pytest.raises(ZeroDivisionError):
+        futures[1].result(PATIENCE_S)
+    with pytest.raises(RefusedError, match="no"):
+        futures[2].result(PATIENCE_S)
+    last = line.turned(turn, Count(3))
+    answer(server, Said(5))
+    assert last.result(PATIENCE_S) == 20
 
 
 def test_what_is_under_way_is_bounded(ends: tuple[Line, Channel]) -> None:
@@ -186,7 +206,7 @@ def test_calls_of_a_lane_keep_their_order() -> None:
 
     with attended(Count, listening(0)) as first, attended(Count, listening(1)) as second:
         lines = Lines([first, second], Said)
-        futures = [lines.call(Count(number), lane=number) for number in range(10)]
+        futures = [lines[number].call(Count(number)) for number in range(10)]
         assert [future.result(PATIENCE_S).message.number for future in futures] == list(range(10))
         lines.close()
     assert heard == {0: [0, 2, 4, 6, 8], 1: [1, 3, 5, 7, 9]}

@@ -23,10 +23,13 @@ from paceline.servers.clocks import (
     Kept,
     Mode,
     Pace,
+    RowsBehind,
     Sync,
+    behind,
     doubled,
     extra_steps,
     may_pull,
+    may_read,
     parse,
 )
 
@@ -36,6 +39,7 @@ modes: st.SearchStrategy[Mode] = st.one_of(
     st.builds(Bounded, st.integers(0, 5)),
     st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda it: Adaptive(min(it), max(it))),
     st.builds(Backup, st.integers(1, 3)),
+    st.builds(RowsBehind, st.integers(0, 3)),
 )
 
 
@@ -63,6 +67,10 @@ def test_a_mode_is_read_as_it_is_written(mode: Mode) -> None:
         ("dssp:1,8,9", "write dssp:1,8"),
         ("ps+backup", "write ps\\+backup:1"),
         ("ps+backup:0", "computes nothing twice; write ps, or"),
+        ("ps+rows", r"write ps\+rows:2, for rows that are read at most 2 updates behind"),
+        ("ps+rows:-1", r"write ps\+rows:2"),
+        ("ps+rows:1,2", r"write ps\+rows:2"),
+        ("central+rows:x", r"write central\+rows:2"),
     ],
 )
 def test_nonsense_is_refused_with_the_line_to_write(text: str, words: str) -> None:
@@ -75,6 +83,7 @@ def test_nonsense_is_refused_with_the_line_to_write(text: str, words: str) -> No
     [
         (Sync(), {0: 5, 1: 5}, Decision(True, "nobody is behind")),
         (Sync(), {0: 5, 1: 4}, Decision(False, "worker 1 is 1 step behind, and ps allows none", 1)),
+        (RowsBehind(2), {0: 5, 1: 4}, Decision(False, "worker 1 is 1 step behind, and ps+rows:2 allows none", 1)),
         (Async(), {0: 99, 1: 0}, Decision(True, "async waits for nobody")),
         (Bounded(3), {0: 5, 1: 2, 2: 4}, Decision(True, "worker 1 is 3 steps behind, and ssp:3 allows 3")),
         (Bounded(3), {0: 6, 1: 2, 2: 4}, Decision(False, "worker 1 is 4 steps behind, and ssp:3 allows 3", 1)),
@@ -93,6 +102,25 @@ def test_nonsense_is_refused_with_the_line_to_write(text: str, words: str) -> No
 )
 def test_a_decision_says_why_and_on_whom_it_waits(mode: Mode, clocks: Mapping[int, int], want: Decision) -> None:
     assert may_pull(mode, clocks, 0) == want
+
+
+counts = st.integers(0, 30)
+
+
+@given(most=st.integers(0, 5), number=counts, version=counts)
+def test_a_read_is_answered_as_soon_as_it_misses_no_more_than_it_may(most: int, number: int, version: int) -> None:
+    decision = may_read(most, number, version)
+    assert decision.go == (version >= number - most)
+    assert not decision.go or 0 <= behind(number, version) <= most
+    assert decision.waits_for is None
+    if decision.go:  # what may be read now may be read later, and by whoever is allowed more
+        assert may_read(most, number, version + 1).go and may_read(most + 1, number, version).go
+    assert may_read(0, number, version).go == (behind(number, version) == 0)
+
+
+def test_a_read_that_waits_says_why() -> None:
+    assert may_read(1, 5, 3) == Decision(False, "the rows are 2 updates behind, and 1 is allowed")
+    assert may_read(0, 5, 4) == Decision(False, "the rows are 1 update behind, and none is allowed")
 
 
 def test_who_was_let_go_ahead_goes_to_the_upper_bound_and_no_further() -> None:
@@ -190,7 +218,7 @@ class Training(RuleBasedStateMachine):
             assert decision.waits_for is not None
             assert clocks[decision.waits_for] == min(clocks.values()), "it waits for who is slowest"
         match self.mode:
-            case Sync():
+            case Sync() | RowsBehind():
                 assert decision.go == (stale == 0)
             case Async():
                 assert decision.go
@@ -223,7 +251,7 @@ class Training(RuleBasedStateMachine):
     def staleness_keeps_its_bound(self) -> None:
         assert self.clocks.kept.clocks == self.computing
         match self.mode:
-            case Sync():
+            case Sync() | RowsBehind():
                 assert max(self.clocks.kept.staleness, default=0) == 0
             case Bounded(most) | Adaptive(_, most):
                 assert max(self.clocks.kept.staleness, default=0) <= most

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.servers.held import Said
 from paceline.servers.held_rows import HeldRows
@@ -26,8 +28,12 @@ def table(optimizer: RowOptimizer, **options: Any) -> Table:
 
 def laid(kind: Table, seed: int = 5) -> HeldRows:
     held = HeldRows(0, kind, since=1)
-    say(held, (Lay([0], 0), bytes(Snapshot({"seed": seed, "chunks": []}).packed())))
+    lay(held, seed)
     return held
+
+
+def lay(held: HeldRows, seed: int = 5) -> None:
+    say(held, (Lay([0], 0), bytes(Snapshot({"seed": seed, "chunks": [], "staleness": {}}).packed())))
 
 
 def say(held: HeldRows, spoken: Spoken) -> None:
@@ -37,12 +43,15 @@ def say(held: HeldRows, spoken: Spoken) -> None:
             held.do(said, memoryview(body))
 
 
-def push(count: int, leaf: int, ids: list[int], point: int = 0, gradient: float | None = None) -> Spoken:
+def push(
+    count: int, leaf: int, ids: list[int], point: int = 0, gradient: float | None = None, behind: int | None = None
+) -> Spoken:
     rows = np.random.default_rng([count, leaf, point]).standard_normal((len(ids), DIM)).astype(np.float32)
     if gradient is not None:
         rows[:] = gradient
     touched, _ = distinct(np.array(ids, dtype=np.int64))
-    return RowPush(count, point, leaf, [0]), b"".join(pack(touched.ids, rows))
+    missed = {} if behind is None else {0: behind}
+    return RowPush(count, point, leaf, [0], missed), b"".join(pack(touched.ids, rows))
 
 
 def advance(count: int, optimizer: RowOptimizer, divisors: tuple[float, ...] = (3.0,)) -> Spoken:
@@ -131,3 +140,79 @@ def test_what_makes_no_sense_is_refused(said: Said, body: bytes, says: str) -> N
         say(held, (said, body))
     with pytest.raises(ValueError, match="Part of a fragment of rows"):
         held.length(Part(0, 0, 1, 0, 1, [0]), memoryview(b""))
+
+
+KIND = table(Adagrad(lr=0.1), expiry=3)
+
+
+@given(st.lists(st.sampled_from(["share", "again", "advance", "settle", "fill", "promote"]), max_size=40), st.data())
+def test_updates_that_are_taken_in_later_come_to_the_same_rows_at_every_copy(
+    deeds: list[str], data: st.DataObject
+) -> None:
+    """Against one that takes each in at once. A copy is filled, and takes over, with updates still to be taken in."""
+    due: list[HeldRows] = []
+
+    def fresh() -> HeldRows:
+        return HeldRows(0, KIND, since=1, most=2, later=due.append)
+
+    at_once, primary, backup, said = laid(KIND), fresh(), fresh(), 0
+    lay(primary)
+    lay(backup)
+    shares: list[Spoken] = []
+    counted = 0
+
+    def tell(spoken: Spoken) -> None:
+        for held in (at_once, primary, backup):
+            say(held, spoken)
+
+    for deed in deeds:
+        match deed:
+            case "share":
+                ids = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True))
+                shares.append(push(said + 1, len(shares), ids, behind=data.draw(st.integers(0, 3))))
+                tell(shares[-1])
+            case "again" if shares:
+                tell(data.draw(st.sampled_from(shares)))
+            case "advance":
+                said, counted = said + 1, len(shares)
+                tell(advance(said, Adagrad(lr=0.1 * said)))  # their order shows
+            case "settle" if due:
+                held = due.pop(data.draw(st.integers(0, len(due) - 1)))
+                with held.changed:
+                    held.settle(held.version + 1)
+            case "fill":
+                backup = fresh()
+                with primary.changed:
+                    for each, body in primary.all_said():
+                        say(backup, (each, b"".join(body)))
+            case "promote":
+                primary, backup = backup, primary
+        assert said - 2 <= min(primary.version, backup.version) and primary.version <= said == at_once.version
+    for held in (primary, backup):
+        with held.changed:
+            held.settle(said - 1)
+            assert held.version >= said - 1
+            held.settle()
+        assert held.version == said
+        assert held.survey(hashed=True).sha256 == at_once.survey(hashed=True).sha256
+        assert held.survey(hashed=False).staleness == at_once.survey(hashed=False).staleness
+    assert sum(at_once.survey(hashed=False).staleness.values()) == counted, "each share that is in the rows, once"
+
+
+def test_a_state_is_of_the_moment_behind_all_that_was_said() -> None:
+    held = HeldRows(0, KIND, since=1, most=2)
+    lay(held)
+    for count in (1, 2):
+        say(held, push(count, 0, [7], behind=count - 1))
+        say(held, advance(count, Adagrad(lr=0.1)))
+    assert held.version == 0
+    say(held, push(3, 0, [7], behind=2))  # somebody is in the next step already
+    resumed = HeldRows(0, KIND, since=1)
+    with held.changed:
+        state = bytes(held.states().packed())
+    say(resumed, (Lay([0], 2), state))
+    assert held.version == resumed.version == 2 and rows(held, 7) == rows(resumed, 7) != rows(laid(KIND), 7)
+    assert resumed.survey(hashed=False).staleness == {0: 1, 1: 1}
+    say(resumed, push(3, 0, [7], behind=0))
+    say(resumed, advance(3, Adagrad(lr=0.1)))
+    assert resumed.survey(hashed=False).staleness == {0: 2, 1: 1}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ import torch
 from torch import nn
 
 from paceline.embedding import SparseEmbedding
+from paceline.errors import UsageError
 from paceline.replica import Replica
 from paceline.servers.direct import OwnServer
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.holders import Directory
 from paceline.servers.shelf import Shelf
+from paceline.servers.tables import FRAGMENTS
 from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
@@ -46,9 +50,19 @@ class Net(nn.Module):
         return self.out(torch.cat([self.rows(ids).sum(1), self.bags(ids)], 1)).tanh().mean()
 
 
+class Linear(Net):
+    """Whose rows' gradients depend on nothing that is trained: rows that are read behind come to the same."""
+
+    def forward(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        ids, factors = torch.randint(0, 40, (6, 3), generator=generator), torch.randn(7, generator=generator)
+        found = torch.cat([self.rows(ids).sum(1), self.bags(ids)], 1)
+        return (found @ factors).mean() + self.out(found.detach()).tanh().mean()
+
+
 class Worker:
-    def __init__(self, servers: Directory, peers: Any) -> None:
-        self.strategy, self.peers, self.model = ParameterServers(), peers, Net()
+    def __init__(self, servers: Directory, peers: Any, strategy: str = "ps", model: type[Net] = Net) -> None:
+        self.strategy, self.peers, self.model = ParameterServers(strategy), peers, model()
         self.strategy.reach(servers, Nobody(), seat(peers.rank, peers.size, LEAVES))
         replica = Replica(CPU)
         replica.add_model(self.model)
@@ -56,12 +70,12 @@ class Worker:
         replica.optimizers = [self.optimizer]
         self.strategy.attach(replica, peers, True, None)
 
-    def train(self) -> None:
+    def train(self, first: int = 0, steps: int = STEPS) -> None:
         if self.peers.rank == 0:
             self.strategy.lay()
         self.peers.gather(1, b"laid")
         self.strategy.begin()
-        for step in range(STEPS):
+        for step in range(first, first + steps):
             self.strategy.begin_step()
             point, plan = Point(step, 0, LEAVES), Plan.of(LEAVES, self.peers.size)
             self.strategy.open(point, plan, flat=False)
@@ -86,7 +100,14 @@ def undisturbed() -> dict[str, Any]:
 def test_every_share_counts_once_at_every_copy(
     seed: int, plan: int, servers: int, replicas: int, workers: int, undisturbed: dict[str, Any]
 ) -> None:
-    world = World(hash((seed, plan, servers, replicas, workers)), servers, replicas, deaths=4)
+    with lived(World(hash((seed, plan, servers, replicas, workers)), servers, replicas, deaths=4), workers) as done:
+        for worker in done:
+            assert worker.strategy.report() == undisturbed
+
+
+@contextmanager
+def lived(world: World, workers: int, strategy: str = "ps", model: type[Net] = Net) -> Iterator[list[Worker]]:
+    """Training in a world until all workers are done; behind that, all copies are the same."""
     done: list[Worker] = []
     errors: list[BaseException] = []
     table = Table(workers)
@@ -94,7 +115,7 @@ def test_every_share_counts_once_at_every_copy(
 
     def work(rank: int) -> None:
         try:
-            worker = Worker(world, Member(table, rank))
+            worker = Worker(world, Member(table, rank), strategy, model)
             done.append(worker)
             worker.train()
         except BaseException as error:  # noqa: BLE001  it is raised again below
@@ -107,14 +128,121 @@ def test_every_share_counts_once_at_every_copy(
             raise error
         print("\n".join(world.log))
         world.settle()
-        for worker in done:
-            assert worker.strategy.report() == undisturbed
+        yield done
         assert world.fleet.placement is not None
         for fragment, copies in enumerate(world.fleet.placement.copies):
-            held = [world.shelves[server]._held[fragment] for server in copies.holders]
-            hashes = {each.survey(hashed=True).sha256 for each in held if isinstance(each, HeldRows)}
+            found = [world.shelves[server]._held[fragment] for server in copies.holders]
+            hashes = {_hash(each) for each in found if isinstance(each, HeldRows)}
             assert len(hashes) <= 1, f"fragment {fragment} differs at {copies.holders}"
     finally:
         for worker in done:
             worker.strategy.close()
         world.close()
+
+
+def _hash(held: HeldRows) -> bytes:
+    with held.changed:
+        held.settle()
+        return held.survey(hashed=True).sha256
+
+
+# rows that are read behind
+
+
+class Settling(Shelf):
+    """With its thread, as in a server's process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, settling=True)
+        self.thread = threading.Thread(target=self.keep_settling, daemon=True)
+        self.thread.start()
+
+
+@pytest.fixture(scope="module")
+def in_step() -> dict[str, Any]:
+    worker = Worker(OwnServer(Shelf()), Alone(CPU), "ps+rows:0", Linear)
+    worker.train()
+    report = worker.strategy.report()
+    assert set(report["staleness"]) == {"0"}
+    return report
+
+
+def without(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in report.items() if name != "staleness"}
+
+
+@pytest.mark.parametrize(("servers", "replicas", "workers"), [(2, 2, 2), (3, 2, 3)])
+@pytest.mark.parametrize("plan", range(2))
+def test_read_behind_every_share_counts_once_and_none_misses_more_than_it_may(
+    seed: int, plan: int, servers: int, replicas: int, workers: int, in_step: dict[str, Any]
+) -> None:
+    shelves: list[Settling] = []
+
+    def shelf(*arguments: Any) -> Settling:
+        shelves.append(Settling(*arguments))
+        return shelves[-1]
+
+    world = World(hash((seed, plan, servers, replicas)), servers, replicas, deaths=4, new_shelf=shelf)
+    try:
+        with lived(world, workers, "ps+rows:2", Linear) as done:
+            reports = [worker.strategy.report() for worker in done]
+            weights = {tuple(worker.model.out.weight.flatten().tolist()) for worker in done}
+    finally:
+        for each in shelves:
+            each.end_settling()
+            each.thread.join(PATIENCE_S)
+            assert not each.thread.is_alive()
+    assert len(weights) == 1, "the dense part is in step"
+    for report in reports:
+        assert without(report) == without(in_step), "the sums are those of rows that are in step"
+        assert set(report["staleness"]) <= {"0", "1", "2"}
+        assert sum(report["staleness"].values()) == sum(in_step["staleness"].values())
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_read_does_not_wait_for_updates_that_it_may_miss(most: int, in_step: dict[str, Any]) -> None:
+    """Nobody takes updates in beside the calls: each read has to do so up to its bound, and does no more."""
+    worker = Worker(OwnServer(Shelf(settling=True)), Alone(CPU), f"ps+rows:{most}", Linear)
+    worker.train()
+    missed = worker.strategy.report()["staleness"]
+    in_all, step = sum(in_step["staleness"].values()), LEAVES * 2 * FRAGMENTS
+    assert sum(missed.values()) == in_all <= step * STEPS
+    assert set(missed) == {str(k) for k in range(most + 1)}
+    assert missed[str(most)] >= in_all - most * step, "all but those of the first steps"
+    assert without(worker.strategy.report()) == without(in_step), "what is asked at the end has them all"
+
+
+def test_what_is_read_without_gradients_misses_nothing() -> None:
+    worker = Worker(OwnServer(Shelf(settling=True)), Alone(CPU), "ps+rows:3", Linear)
+    worker.train()
+    twin = Worker(OwnServer(Shelf()), Alone(CPU), "ps", Linear)
+    twin.train()
+    ids = torch.arange(40)
+    behind = worker.model.rows(ids)
+    with torch.no_grad():
+        newest = worker.model.rows(ids)
+    assert torch.equal(newest, twin.model.rows(ids).detach())
+    assert not torch.equal(behind, newest)
+
+
+def test_a_checkpoint_has_every_update_and_goes_on(in_step: dict[str, Any]) -> None:
+    first = Worker(OwnServer(Shelf(settling=True)), Alone(CPU), "ps+rows:2", Linear)
+    first.train(0, 5)
+    with first.strategy.whole():
+        state = first.strategy.capture()
+    second = Worker(OwnServer(Shelf(settling=True)), Alone(CPU), "ps+rows:2", Linear)
+    second.strategy.restore(state)
+    second.train(5, STEPS - 5)
+    report = second.strategy.report()
+    assert without(report) == without(in_step)
+    assert sum(report["staleness"].values()) == sum(in_step["staleness"].values())
+
+
+def test_without_rows_there_is_nothing_to_read_behind() -> None:
+    class Dense(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.rows, self.bags
+
+    with pytest.raises(UsageError, match=r"no paceline.SparseEmbedding .* pass --strategy central$"):
+        Worker(OwnServer(Shelf()), Alone(CPU), "central+rows:2", Dense)

@@ -275,15 +275,21 @@ def test_nobody_waits_for_a_slow_worker_which_comes_to_the_same_weights_at_every
 
 
 def test_the_others_wait_for_one_that_is_further_behind_than_servers_remember(undisturbed: list[str]) -> None:
-    world, progress, seen = World(1, 1, 1, 0), Progress(), []
+    world, progress, seen, lingers = World(1, 1, 1, 0), Progress(), [], threading.Event()
 
     def prepare(worker: Worker, rank: int) -> None:
-        worker.begins = lambda step: progress.come(rank, step)
+        def begins(step: int) -> None:
+            if rank == 0 and step == 1:
+                assert lingers.wait(60), "worker 2 would find its share done"
+            progress.come(rank, step)
+
+        worker.begins = begins
         worker.strategy.twice = {0: (2,)}  # type: ignore[attr-defined]
         if rank == 2:
 
             def linger(step: int) -> None:
                 if step == 1:
+                    lingers.set()
                     progress.until(0, step + BEHIND)
                     progress.until(3, step + BEHIND)
                     seen.append(max(progress.at.values()))

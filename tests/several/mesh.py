@@ -103,5 +103,14 @@ class Mesh:
         self._number += 1
         return self._meet("say", key, payload)
 
+    def trade(self, key: int, partner: int | None, payload: bytes) -> bytes:
+        self._number += 1
+        if partner is None:
+            return b""
+        self._send(partner, ("trade", self._number), (key, payload))
+        ((theirs, came),) = self._await([(partner, ("trade", self._number))], f"('trade', {self._number})")
+        assert theirs == key, "the workers have come to different meetings"
+        return bytes(came)
+
     def close(self) -> None:
         return

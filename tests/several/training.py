@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from paceline.replica import Replica
 from paceline.state.snapshot import Snapshot
 from paceline.steps import Stepper
 from paceline.strategies.allreduce import AllReduce
-from paceline.tensors.peers import Alone, Peers
+from paceline.tensors.peers import Alone, Peers, TermEnded
 from paceline.terms import Terms
 from tests.several.lines import Inlet, Outlet
 from tests.several.mesh import CPU, Mesh
@@ -40,6 +40,8 @@ class Script:
     sparse: bool = False
     hands_over: bool = False
     """Newcomers get the state where all wait for it, as where parameters are at servers."""
+    flat: bool = False
+    """Without run.slots(): a share for each worker."""
 
     @staticmethod
     def drawn(draw: random.Random, fewest: int, most: int) -> Script:
@@ -83,7 +85,7 @@ class Session:
 
     @property
     def board(self) -> Any:
-        return SimpleNamespace(main_ready=True)
+        return SimpleNamespace(main_ready=True, reach_with_room=1 << 30)
 
     @property
     def next_term(self) -> int:
@@ -132,6 +134,19 @@ class Session:
         assert self.worker in self.view.members, "a worker that is not in the run any more has been killed"
         return self.view
 
+    def announced(self, needed: int) -> int:
+        assert self._world is not None
+        boards, term = self._world.boards, self.view.term
+        ended = self._world.wait(
+            self.worker,
+            lambda: boards[self.worker].next_term > term,
+            f"waits for others in {term}",
+            lambda: self.overtaken,
+        )
+        if ended or self.overtaken:
+            raise TermEnded(f"term {term} has ended")
+        return boards[self.worker].next_term
+
     def enter(self, term: int) -> View:
         assert self._world is not None
         self.view = self._world.journal.views[term]
@@ -161,6 +176,8 @@ class Session:
         assert self._world is not None
         world, worker = self._world, self.worker
         world.handlers[worker, "heal"] = lambda source, tag, value: called(Outlet(world, worker, source, tag))
+        for source, tag in world.inbox(worker, "heal"):  # who has called before that
+            called(Outlet(world, worker, source, tag))
 
     def caught_up(self) -> None:
         assert self._world is not None
@@ -215,6 +232,9 @@ class Worker:
         self._stepper = Stepper(session, self.terms.peers, strategy, False)  # type: ignore[arg-type]
         self.terms.on_peers = [strategy.meet, self._stepper.meet]
         self._stepper.next_term = self.terms.next
+        self._stepper.flat.refill = lambda: self.terms.refill(self._stepper.slots, self)
+        self._stepper.flat.arrive = self.terms.enter_ready
+        self.terms.flat = lambda: self._stepper.flat.known
         self._stepper.committed = lambda codes: self.terms.committed(self._stepper.step)
         self._stepper.delivered = lambda batch, tally: self.result.delivered.update({self._stepper.step: tally})  # type: ignore[dict-item]
         self._close = strategy.close
@@ -225,10 +245,11 @@ class Worker:
 
     def capture(self) -> Snapshot:
         tensors = [*self._replica.params, *self._replica.buffers, *self._momentum]
-        return Snapshot([self._stepper.step, [tensor.detach() for tensor in tensors]])
+        return Snapshot([self._stepper.step, self._stepper.flat.capture(), [tensor.detach() for tensor in tensors]])
 
     def restore(self, snapshot: Snapshot) -> None:
-        self._stepper.step, theirs = snapshot.tree
+        self._stepper.step, flat, theirs = snapshot.tree
+        self._stepper.flat.restore(flat)
         tensors = [*self._replica.params, *self._replica.buffers, *self._momentum]
         with torch.no_grad():
             for mine, value in zip(tensors, theirs, strict=True):
@@ -240,9 +261,10 @@ class Worker:
         try:
             self.terms.catching_up = False
             for step in range(self._stepper.step, self._script.steps):
+                self._stepper.flat.fill()
                 self._stepper.begin(None, time.perf_counter())
                 for call, leaves in enumerate(self._script.points):
-                    for leaf in self._stepper.shares(leaves):
+                    for leaf in self._shares(leaves):
                         self._session.compute()
                         self.model(1000 * step + 100 * call + leaf).backward()
                     self._update()
@@ -257,6 +279,13 @@ class Worker:
             self._close()
         self.result.weights = [t.detach().numpy().tobytes() for t in [*self._replica.params, *self._replica.buffers]]
         return self.result
+
+    def _shares(self, leaves: int) -> Iterable[int]:
+        if not self._script.flat:
+            return self._stepper.shares(leaves)
+        flat = self._stepper.flat
+        assert flat.allowed or flat.begin_late()
+        return self._stepper.mine
 
     def _update(self) -> None:
         """By hand, with the gradients changed in place as clipping does."""
@@ -280,7 +309,7 @@ class Worker:
 
 
 def undisturbed(script: Script) -> Result:
-    return Worker(Session(None, 0, script.points[0]), script).train()
+    return Worker(Session(None, 0, script.points[0]), replace(script, flat=False)).train()
 
 
 def live(script: Script, results: dict[int, Result]) -> Callable[[World, int], None]:

@@ -108,6 +108,7 @@ def test_scaled_gradients_are_refused_with_a_way_out() -> None:
         ("federated:rounds=3+int8", r"nothing from round to round.*write federated:rounds=3, or ps\+int8"),
         ("allreduce+damp:1", "only workers at their own pace"),
         ("int8", "unknown strategy 'int8'"),
+        ("ps+int8+rows:2", r"a codec comes last; write ps\+rows:2\+int8"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(text: str, says: str) -> None:

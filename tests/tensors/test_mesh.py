@@ -117,6 +117,29 @@ def test_all_that_is_sent_arrives_where_it_should(doors: list[Listener], size: i
         each.close()
 
 
+def test_it_is_woken_for_a_lot_while_more_is_to_come_and_for_anything_near_the_end() -> None:
+    def wakes_at(line: Line) -> int:
+        return ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) if line.want[1] else 0
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as theirs:
+        ours, _ = server.accept()
+        ours.setblocking(False)
+        line, whole = Line(1, ours), bytearray(5 * mesh._LOT)
+        assert wakes_at(line) == 0
+        line.load([], [memoryview(whole)[: mesh._LOT], memoryview(whole)[mesh._LOT :]])
+        theirs.settimeout(20)
+        for left in (5, 4, 3, 2, 1):
+            assert wakes_at(line) == (mesh._LOT if left > 2 else 1), f"{left} lots are to come"
+            theirs.sendall(bytes(mesh._LOT))
+            had = line._due
+            while line._due > had - mesh._LOT:
+                line.move()
+        assert line.done and wakes_at(line) == 0
+        line.load([], [memoryview(whole)[:1]])
+        assert wakes_at(line) == 1
+        line.close()
+
+
 def test_a_group_can_be_met_while_another_is_in_use(doors: list[Listener]) -> None:
     first, _ = meshes(doors, 3, "first")
     second, _ = meshes(doors, 3, "second")

@@ -33,6 +33,8 @@ class Kept:
         self._commits: dict[tuple[int, int], int] = {}
         self._mine: dict[tuple[int, int], list[int]] = {}
         """The shares whose rows this worker has to tell, where memory is not shared."""
+        self._mine_before: list[int] = []
+        """The same before the last commit."""
         self._whole = True
         self._at = (0, 0)
 
@@ -65,7 +67,14 @@ class Kept:
     def commit(self, mine: Sequence[int]) -> None:
         """All have met at the point in hand: what is new is old. `mine` are the shares that this worker has computed."""
         self._commits[self._at] += 1
+        self._mine_before = self._mine[self._at]
         self._mine[self._at], self._whole = list(mine), not self.scattered
+
+    def undo(self) -> None:
+        """The last commit does not count, and the same is met for again: what was old before is still there, as nothing was
+        encoded since."""
+        self._commits[self._at] -= 1
+        self._mine[self._at] = self._mine_before
 
     # where workers share no memory
 
