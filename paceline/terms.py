@@ -213,9 +213,10 @@ class Terms:
             self._come_closer(self._inlet, agreed)
             return
         self.enter_ready()
+        waved = self._donor is not None and self.flat()
         if agreed > self._session.view.term:
-            self._change(agreed, state)
-        if self._donor is not None and self.flat():
+            self._change(agreed, state, hands_over=waved)  # who was waved in has come for the state
+        if self._donor is not None and waved:
             self._donor.wave_in()
         elif self._donor is not None:
             self._donor.at_boundary(self._session.view, state)

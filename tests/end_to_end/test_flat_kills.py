@@ -202,6 +202,35 @@ def test_on_several_machines(tmp_path: Path, undisturbed: dict[str, Any]) -> Non
         machines.one_of_each(run)
 
 
+BOTH = """
+        if run.step == 6:
+            for x, y in run.slots():
+                at("share")
+                while run.workers == 1 and run._session.next_term <= run._session.view.term:
+                    time.sleep(0.001)   # a lost one's share: until another is about to come
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step(); optimizer.zero_grad(); scheduler.step()
+            continue
+        x, y = batch
+"""
+
+
+def test_a_loop_of_both_kinds_on_several_machines(tmp_path: Path) -> None:
+    """Who comes for a flat loop's sake is let in at the end of a step that had run.slots(), and is handed the state there."""
+    script = SCRIPT.replace("for x, y in loader:\n", f"for batch in loader:{BOTH}").replace(
+        "import os", "import time, os"
+    )
+    script = script.replace("epochs(8)", "epochs(3)")
+    flags = ("-n", "2", "--slots", "2")
+    want = learned(launch(tmp_path, script, *flags, args=SMALL, name="undisturbed"))
+    given = f"width, loaders, *orders = {[*SMALL, '1:6:share']}"
+    with machines.spread(tmp_path, script.replace("width, loaders, *orders = sys.argv[1:]", given), 2, *flags) as run:
+        result = ended(run)
+    assert learned(result) == want, result.err
+    assert [event["event"] for event in result.events()].count("joined") == 1
+    assert result.summary["recoveries"] == 1 and left_processes(str(tmp_path)) == []
+
+
 SECOND = (
     "loss.backward()",
     'loss.backward(); optimizer.step(); optimizer.zero_grad(); at("second"); model(x).square().mean().backward()',
