@@ -78,8 +78,8 @@ class Copying(ABC, Generic[Kept]):
         """An empty one; ValueError if there is none of this number."""
 
     @abstractmethod
-    def _answer(self, call: Any, body: memoryview) -> Answered:
-        """To a worker."""
+    def _answer(self, call: Any, body: memoryview, by: int) -> Answered:
+        """To a worker, which asks by this layout."""
 
     @abstractmethod
     def _cut(self, said: Any, body: memoryview) -> dict[int, memoryview]:
@@ -234,7 +234,7 @@ class Copying(ABC, Generic[Kept]):
                 case Asked(layout, call):
                     with self._changed:
                         self._changed.wait_for(lambda: self._layout.number >= layout)
-                    return self._answer(call, body)
+                    return self._answer(call, body, layout)
                 case _:
                     raise ValueError(f"nothing is held here of what {type(message).__name__} is about")
         except NotPrimary:
