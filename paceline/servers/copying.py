@@ -78,8 +78,8 @@ class Copying(ABC, Generic[Kept]):
         """An empty one; ValueError if there is none of this number."""
 
     @abstractmethod
-    def _answer(self, call: Any, body: memoryview) -> Answered:
-        """To a worker."""
+    def _answer(self, call: Any, body: memoryview, by: int) -> Answered:
+        """To a worker, which asks by this layout."""
 
     @abstractmethod
     def _cut(self, said: Any, body: memoryview) -> dict[int, memoryview]:
@@ -192,8 +192,8 @@ class Copying(ABC, Generic[Kept]):
                 server for server in {server for _, server, _ in rest} if not self._tell_one(server, said, bodies, rest)
             ]
             told |= {each for each in rest if each[1] not in lost}
-            for server in lost:
-                self._await_layout_after(layout.number, server)
+            if lost:
+                self._await_layout_after(layout.number)
 
     def _tell_one(
         self, server: int, said: Any, bodies: Mapping[int, memoryview], rest: Collection[tuple[int, int, int]]
@@ -202,17 +202,23 @@ class Copying(ABC, Generic[Kept]):
         numbers = [k for k, _ in mine]
         copy = Copy(self._layout.number, self._number, [since for _, since in mine], replace(said, fragments=numbers))
         body = self._joined(said, [bodies[k] for k in numbers])
+        line = None
         try:
-            return not moved(self._line(server).call(copy, *body).result())
+            line = self._line(server)
+            return not moved(line.call(copy, *body).result())
         except OSError:
+            with self._changed:
+                if line is not None and self._lines.get(server) is line:
+                    self._hang_up(server)
             return False
 
-    def _await_layout_after(self, number: int, unreachable: int) -> None:
+    def _await_layout_after(self, number: int) -> None:
         with self._changed:
-            self._hang_up(unreachable)
             self._changed.wait_for(lambda: self._layout.number > number)
 
     def _hang_up(self, server: int) -> None:
+        """On one that is gone. Never on one that has answered, whatever that was: what others say on the line by a newer layout
+        would fail, and they would wait for a layout that never comes."""
         line = self._lines.pop(server, None)
         if line is not None:  # not here: that waits for whoever is still sending, and this is under the lock
             threading.Thread(target=line.close, daemon=True).start()
@@ -228,7 +234,7 @@ class Copying(ABC, Generic[Kept]):
                 case Asked(layout, call):
                     with self._changed:
                         self._changed.wait_for(lambda: self._layout.number >= layout)
-                    return self._answer(call, body)
+                    return self._answer(call, body, layout)
                 case _:
                     raise ValueError(f"nothing is held here of what {type(message).__name__} is about")
         except NotPrimary:

@@ -85,7 +85,7 @@ class KeyShelf(Copying[Drawer]):
     def _cut(self, said: Any, body: memoryview) -> dict[int, memoryview]:
         return dict.fromkeys(said.fragments, body)
 
-    def _answer(self, call: KeyCall, body: memoryview) -> Answered:
+    def _answer(self, call: KeyCall, body: memoryview, by: int) -> Answered:
         (fragment,) = call.fragments
         with self._locked([fragment]) as (drawer,):
             match call:

@@ -118,7 +118,7 @@ class Shelf(Copying[Any]):
                 self._changed.notify_all()
         return Done(), ()
 
-    def _answer(self, call: msgspec.Struct, body: memoryview) -> Answered:
+    def _answer(self, call: msgspec.Struct, body: memoryview, by: int) -> Answered:
         match call:
             case Lay() | Value() | Apply() | Stage() | Bring() | Notes() | RowPush() | Advance() | Word():
                 self._hear(call, body)
@@ -149,12 +149,12 @@ class Shelf(Copying[Any]):
                     return Done(), (memoryview(held.states().packed()),)
             case Rows():
                 with self._reading():
-                    found = list(self._gathered(call, body))
+                    found = list(self._gathered(call, body, by))
                 return Gathered([version for version, _ in found]), [
                     rows.reshape(-1).view(np.uint8).data for _, rows in found
                 ]
             case Survey():
-                return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call)))),)
+                return Done(), (memoryview(msgspec.msgpack.encode(list(self._surveyed(call, by)))),)
         return Done(), ()
 
     def _hear(self, said: Said | Bring | Notes, body: memoryview) -> None:
@@ -217,23 +217,26 @@ class Shelf(Copying[Any]):
             value: torch.Tensor = held.values(version)
             return value.clone() if self._drawing.slots else value
 
-    def _gathered(self, asked: Rows, body: memoryview) -> Iterator[tuple[int, Block]]:
+    def _gathered(self, asked: Rows, body: memoryview, by: int) -> Iterator[tuple[int, Block]]:
         """One fragment at a time: the next may still wait for its update."""
         at = 0
         for fragment in asked.fragments:
             size = packed_size(body[at:], dim=0)
-            with self._rows_at(fragment, asked.count, asked.most) as held:
+            with self._rows_at(by, fragment, asked.count, asked.most) as held:
                 yield held.version, held.gather(body[at : at + size])
             at += size
 
-    def _surveyed(self, asked: Survey) -> Iterator[Surveyed]:
+    def _surveyed(self, asked: Survey, by: int) -> Iterator[Surveyed]:
         for fragment in asked.fragments:
-            with self._rows_at(fragment, asked.count) as held:
+            with self._rows_at(by, fragment, asked.count) as held:
                 yield held.survey(asked.hashed)
 
     @contextmanager
-    def _rows_at(self, fragment: int, count: int, most: int = 0) -> Iterator[HeldRows]:
-        """A fragment of rows, once so many updates are in it, or all but so many of them."""
+    def _rows_at(self, by: int, fragment: int, count: int, most: int = 0) -> Iterator[HeldRows]:
+        """A fragment of rows, once so many updates are in it, or all but so many of them.
+
+        Who asks by an older layout is not kept waiting. Its update may have been refused, for another of its fragments is not
+        led here any more, and be said again behind this, on the same line."""
         with self._locked([fragment]) as (held,):
             if not isinstance(held, HeldRows):
                 raise ValueError(f"fragment {fragment} has no rows")
@@ -242,7 +245,7 @@ class Shelf(Copying[Any]):
                 held.settle(count - most)  # what was said is taken in here rather than waited for
                 return may_read(most, count, held.version).go
 
-            self._await(fragment, held, there)
+            self._await(fragment, held, there, by)
             yield held
 
     @contextmanager
@@ -314,11 +317,13 @@ class Shelf(Copying[Any]):
             raise ValueError(f"{len(body)} bytes for fragments of {at}")
         return bodies
 
-    def _await(self, fragment: int, held: Any, moment: Callable[[], bool]) -> None:
-        """Under the fragment's lock."""
+    def _await(self, fragment: int, held: Any, moment: Callable[[], bool], by: int | None = None) -> None:
+        """Under the fragment's lock. `by`: not beyond this layout."""
 
         def over() -> bool:
-            return moment() or self._held.get(fragment) is not held or self._layout.holders[fragment][0] != self._number
+            layout = self._layout
+            elsewhere = self._held.get(fragment) is not held or layout.holders[fragment][0] != self._number
+            return moment() or elsewhere or (by is not None and layout.number > by)
 
         while not held.changed.wait_for(over, LOOK_S):
             continue  # nobody wakes it when the layout changes

@@ -103,6 +103,8 @@ class World:
         self._knows: dict[int, int] = {}
         """The layout that each server has."""
         self._lines: list[tuple[int, int, CutLine]] = []
+        self._dialling = threading.Lock()
+        """Held while a line is made: nobody is buried meanwhile, or that line would never be cut."""
         self._filling: list[threading.Thread] = []
         self._news: list[tuple[int, dict[int, int]]] = []
         self._given_up: list[int] = []
@@ -150,27 +152,29 @@ class World:
 
     def _keep_filling(self, number: int) -> None:
         layout = 0
-        while number in self.shelves:
-            layout = self.shelves[number].fill(layout)
+        while (shelf := self.shelves.get(number)) is not None:
+            layout = shelf.fill(layout)
 
     def _line(self, caller: int, address: str) -> CutLine:
         server = int(address)
-        if server not in self.shelves or (caller >= 0 and caller not in self.shelves):
-            raise ConnectionError(f"server {server} is gone")
-        line = CutLine(self.shelves[server], self._moments.release)
-        self._lines.append((caller, server, line))
+        with self._dialling:
+            if server not in self.shelves or (caller >= 0 and caller not in self.shelves):
+                raise ConnectionError(f"server {server} is gone")
+            line = CutLine(self.shelves[server], self._moments.release)
+            self._lines.append((caller, server, line))
         return line
 
     def _bury(self, server: int) -> None:
         """Its process has ended: lines are cut, and whoever waits in it is released."""
-        shelf = self.shelves.pop(server)
-        for caller, to, line in list(self._lines):
-            if server in (caller, to):
-                line.close()
+        with self._dialling:
+            shelf = self.shelves.pop(server)
+            cut = [line for caller, to, line in self._lines if server in (caller, to)]
+        for line in cut:
+            line.close()
         count = len(self.fleet.nbytes)
-        if isinstance(shelf, Shelf):
-            shelf.handle(Outline(), memoryview(msgspec.msgpack.encode(Drawing([], [], []))))
         shelf.rearrange(Placed(1 << 30, [[-1]] * count, [[1]] * count, [[]] * count, {}))
+        if isinstance(shelf, Shelf):  # behind that: it holds nothing by then that is not in the drawing
+            shelf.handle(Outline(), memoryview(msgspec.msgpack.encode(Drawing([], [], []))))
 
     # what happens
 

@@ -16,7 +16,7 @@ from paceline.servers.direct import OwnServer
 from paceline.servers.keys_client import KeyValues
 from paceline.servers.keys_messages import FRAGMENTS, fragment_of
 from paceline.servers.keys_shelf import KeyShelf
-from tests.servers.shelves import World
+from tests.servers.shelves import PATIENCE_S, World
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_every_push_that_was_answered_counts_once(seed: int, case: int, servers:
     world = World(seed + case, servers, replicas, deaths=4, new_shelf=KeyShelf)
     keys = [f"key {k}" for k in range(5)]
     counted: list[Counter[str]] = []
-    begun = threading.Barrier(3)
+    begun = threading.Barrier(3, timeout=PATIENCE_S)
 
     def work(worker: int) -> None:
         dice, mine = random.Random(f"{seed} {case} {worker}"), Counter[str]()

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.messages import Placed
 from paceline.embedding import SparseEmbedding
 from paceline.errors import UsageError
 from paceline.replica import Replica
+from paceline.servers.calling import Reply
 from paceline.servers.direct import OwnServer
 from paceline.servers.held_rows import HeldRows
 from paceline.servers.holders import Directory
+from paceline.servers.messages import (
+    Advance,
+    Asked,
+    Done,
+    Drawing,
+    Gathered,
+    Lay,
+    Moved,
+    Outline,
+    Rows,
+    RowUpdate,
+)
+from paceline.servers.row_optimizers import SGD
 from paceline.servers.shelf import Shelf
-from paceline.servers.tables import FRAGMENTS
+from paceline.servers.tables import FRAGMENTS, pack
+from paceline.servers.tables import Table as Rowed
+from paceline.state.snapshot import Snapshot
 from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
-from tests.servers.shelves import PATIENCE_S, World
+from tests.servers.shelves import PATIENCE_S, CutLine, World
 from tests.servers.test_shelf import Nobody, seat, stacks
 from tests.tensors.together import Member, Table
 
@@ -144,6 +164,40 @@ def _hash(held: HeldRows) -> bytes:
     with held.changed:
         held.settle()
         return held.survey(hashed=True).sha256
+
+
+def test_a_read_does_not_wait_for_an_update_that_was_refused_and_is_said_again_behind_it() -> None:
+    """Of two fragments one is led elsewhere: the update of both is refused, and the read of the other one comes first."""
+
+    def placed(number: int, second: int) -> Placed:
+        return Placed(number, [[0], [second]], [[1], [1]], [[], []], {0: "0", 1: "1"})
+
+    shelf = Shelf()
+    drawing = Drawing([], [], [], tables=[Rowed(2, SGD(lr=0.1), init=0.1, admission=1, expiry=0)])
+    shelf.handle(Outline(), memoryview(msgspec.msgpack.encode(drawing)))
+    shelf.rearrange(placed(1, 0))
+    line = CutLine(shelf, lambda: None)
+
+    def say(by: int, call: Any, *body: memoryview) -> Future[Reply]:
+        return line.call(Asked(by, call), *body)
+
+    nothing = memoryview(Snapshot({"seed": 0, "chunks": [], "staleness": {}}).packed())
+    update, ids = memoryview(msgspec.msgpack.encode(RowUpdate([1.0], [SGD(lr=0.1)]))), list(pack(np.arange(3)))
+    try:
+        for fragment in (0, 1):
+            assert say(1, Lay([fragment], 0), nothing).result(PATIENCE_S).message == Done()
+        shelf.rearrange(placed(2, 1))
+        refused, read = say(1, Advance(1, [0, 1]), update), say(1, Rows(1, [0]), *ids)
+        again, last = say(2, Advance(1, [0]), update), say(2, Rows(1, [0]), *ids)
+        assert refused.result(PATIENCE_S).message == read.result(PATIENCE_S).message == Moved()
+        assert again.result(PATIENCE_S).message == Done() and last.result(PATIENCE_S).message == Gathered([1])
+        early = say(2, Rows(2, [0]), *ids)
+        shelf.rearrange(placed(3, 1))
+        assert early.result(PATIENCE_S).message == Moved(), "and no more once there is another layout"
+    finally:
+        shelf.rearrange(placed(1 << 30, 1))
+        line.close()
+        line.thread.join(PATIENCE_S)
 
 
 # rows that are read behind
