@@ -1,8 +1,8 @@
 """Fragments of which several servers hold copies: one as the primary, others as its backups.
 
 A primary tells its backups everything before it does it, and does it when all of them have. If one cannot be
-reached, that is for the coordinator to judge: it waits for a layout without that backup, or without itself as the
-primary. So whatever a worker has been answered is known to every copy that may ever take over.
+reached, that is for the coordinator to judge: it is tried again until there is a layout without that backup, or without
+this server as the primary. So whatever a worker has been answered is known to every copy that may ever take over.
 
 Calls come from many threads, one a connection. Each fragment has its own lock, so that one is added up while
 another one is still being sent. Who holds what is under one lock of its own, which is never held while anything is said.
@@ -122,8 +122,8 @@ class Copying(ABC, Generic[Kept]):
                     since = _since(layout, fragment, server)
                     try:
                         self._fill_one(fragment, server, since)
-                    except (OSError, NotPrimary):
-                        continue  # another layout will say what now
+                    except (ConnectionError, NotPrimary):
+                        continue  # another layout says what now
                     done.setdefault(server, {})[fragment] = since
         for server, filled in done.items():
             assert self._told is not None
@@ -134,13 +134,29 @@ class Copying(ABC, Generic[Kept]):
         with self._locked([fragment]) as (held,):
             if (fragment, server, since) in self._filled:
                 return
-            line, number = self._line(server), self._layout.number
+            number = self._layout.number
             for said, body in held.all_said():
-                copy = Copy(number, self._number, [since], replace(said, fragments=[fragment]))
-                if moved(line.call(copy, *body).result()):
+                if not self._say(
+                    server, Copy(number, self._number, [since], replace(said, fragments=[fragment])), body
+                ):
                     raise NotPrimary
             with self._changed:
                 self._filled.add((fragment, server, since))
+
+    def _say(self, server: int, copy: Copy, body: Sequence[memoryview]) -> bool:
+        """Whether a backup has this now. If not, it knows a newer layout, which comes to this server too. ConnectionError: there
+        is one here already, without that backup.
+
+        A line that breaks says nothing about the server: it is said again over the next one, and ignored if it was heard. To
+        wait for a layout here might be for ever, and with the fragment's lock."""
+        while True:
+            line = self._line(server)
+            try:
+                return not moved(line.call(copy, *body).result())
+            except OSError:
+                with self._changed:
+                    if self._lines.get(server) is line:  # else another thread has hung up, and may have called again
+                        self._hang_up(server)
 
     def _line(self, server: int) -> Line:
         """Tried for as long as the layout has it: another machine may not be reached for a moment. Not under the lock: it
@@ -202,23 +218,18 @@ class Copying(ABC, Generic[Kept]):
         numbers = [k for k, _ in mine]
         copy = Copy(self._layout.number, self._number, [since for _, since in mine], replace(said, fragments=numbers))
         body = self._joined(said, [bodies[k] for k in numbers])
-        line = None
         try:
-            line = self._line(server)
-            return not moved(line.call(copy, *body).result())
-        except OSError:
-            with self._changed:
-                if line is not None and self._lines.get(server) is line:
-                    self._hang_up(server)
+            return self._say(server, copy, body)
+        except ConnectionError:
             return False
 
     def _await_layout_after(self, number: int) -> None:
+        """No line is hung up on here: others have calls under way there, which are not refused."""
         with self._changed:
             self._changed.wait_for(lambda: self._layout.number > number)
 
     def _hang_up(self, server: int) -> None:
-        """On one that is gone. Never on one that has answered, whatever that was: what others say on the line by a newer layout
-        would fail, and they would wait for a layout that never comes."""
+        """On one that is gone, or whose line is broken. Never on account of an answer: others are saying theirs on that line."""
         line = self._lines.pop(server, None)
         if line is not None:  # not here: that waits for whoever is still sending, and this is under the lock
             threading.Thread(target=line.close, daemon=True).start()

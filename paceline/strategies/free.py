@@ -140,7 +140,7 @@ class FreeRunning(Registered):
         self._decided(counted.count != AGAIN)
         self._call += 1
         if counted.count != AGAIN:
-            # Nobody waits for that: who pulls sees to it.
+            # Nobody waits for that, nor looks whether it was refused: who pulls sees to it.
             self._holders.through(partial(self._apply, counted.count, update))
         if len(self._replica.optimizers) > 1:  # the next one computes with what this one has done
             self.pull(max(counted.count, self._heard))
@@ -184,11 +184,10 @@ class FreeRunning(Registered):
     def _decided(self, counted: bool) -> None:
         """The push in hand is over, and counts or not."""
 
-    def _apply(self, count: int, update: memoryview) -> None:
-        for mine in self._holders.of_each():
-            held = [fragment for fragment in mine if fragment != self._place]
-            if held:
-                self._holders.out(held, Apply(count, held), update)
+    def _apply(self, count: int, update: memoryview) -> list[Future[Reply]]:
+        """All servers are told; their answers."""
+        each = ([fragment for fragment in mine if fragment != self._place] for mine in self._holders.of_each())
+        return [self._holders.out(held, Apply(count, held), update) for held in each if held]
 
     # a pull
 
@@ -212,11 +211,15 @@ class FreeRunning(Registered):
         return check
 
     def _tell_unheard(self) -> None:
-        """Somebody's push was counted, and some server has not heard of it: from now on it has."""
+        """Somebody's push was counted, and some server has not heard of it: from now on it has.
+
+        One that does not lead all of these fragments any more refuses it, for all of them. The pull would not be told: it may
+        wait for one that is still led there, and for just this push. So a refusal is looked at: what is pulled is where the
+        next layout says, and so is whom to tell."""
         (reply,) = self._holders.wait([self._holders.out([self._place], Unheard(self._heard))])
         tail: Tail = reply.message
-        for entry in tail.entries:
-            self._apply(entry.count, memoryview(entry.update))
+        told = [call for entry in tail.entries for call in self._apply(entry.count, memoryview(entry.update))]
+        self._holders.wait(told, self._check)
 
 
 def _times(rate: Any, part: float) -> Any:

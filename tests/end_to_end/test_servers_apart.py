@@ -79,7 +79,7 @@ def test_every_push_counts_once_whichever_process_or_machine_is_killed(tmp_path:
         os.kill(*run.servers_on(1).values(), signal.SIGKILL)
         run.kill(dice.choice(sorted(run.workers_on(0))))
         run.wait_for_event("settled")
-        run.wait_for_line(120)  # within an epoch: see Known limits in CHANGELOG.md
+        run.wait_for_line(100)
         run.kill_machine(0)
         assert run.wait_for_event("leading")["machine"] == 1
         summary = summary_of(run)

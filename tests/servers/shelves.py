@@ -1,7 +1,7 @@
 """Servers of one process: real shelves, lines that can be cut, and a coordinator whose words come late.
 
 What happens when is drawn from a seed: layouts reach each server at any time, or not at all before the next one does;
-servers are killed, or given up on and killed later; words of primaries cross all that.
+servers are killed, or given up on and killed later; lines between servers break; words of primaries cross all that.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class CutLine:
             if into is not None and len(raw) == len(into):
                 into[:] = raw
             future.set_result(Reply(answer, memoryview(raw)))
+
+    @property
+    def is_cut(self) -> bool:
+        return self._cut
 
     def close(self) -> None:
         with self._lock:
@@ -190,6 +194,8 @@ class World:
         """Mostly news; now and then something worse."""
         if self._dice.random() < 0.02 and self._deaths:
             self._lose_one()
+        if self._dice.random() < 0.02:
+            self._break_a_line()
         if self._given_up and self._dice.random() < 0.05:
             self._bury(self._given_up.pop())
         if self._dice.random() < 0.3:
@@ -214,6 +220,13 @@ class World:
             self._changed.notify_all()
         self.log.append(f"server {victim} is {'given up' if later else 'killed'} at layout {self.fleet.number}")
         self._start()
+
+    def _break_a_line(self) -> None:
+        """Between two servers, by itself: both live on, and no layout comes of it."""
+        between = [line for caller, _, line in self._lines if caller >= 0 and not line.is_cut]
+        if between:
+            self._dice.choice(between).close()
+            self.log.append(f"a line breaks at layout {self.fleet.number}")
 
     def _deliver(self, server: int) -> None:
         with self._changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from paceline.cluster.membership import View
 from paceline.cluster.messages import Placed
 from paceline.data.receipts import Tally
 from paceline.replica import Replica
+from paceline.servers.calling import Reply
 from paceline.servers.messages import Apply, Asked, Copy, Done, Drawing, Lay, Moved, Outline, Pull, Summed
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
@@ -184,15 +186,44 @@ def placed(number: int, holders: list[int], filled: list[int], since: list[int] 
     return Placed(number, [holders], [since or [1] * len(holders)], [filled], {0: "0", 1: "1"})
 
 
-class Two:
-    """Server 0 is the primary of one fragment, server 1 has a filled copy."""
+class Slow(CutLine):
+    """The answer to one of its calls is held back."""
 
-    def __init__(self) -> None:
-        self.script = Script()
+    holds: Callable[[Any], bool] | None = None
+
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__(shelf, lambda: None)
+        self.called = threading.Semaphore(0)
+        self.answered, self.let_go = threading.Event(), threading.Event()
+
+    def call(self, message: Any, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
+        answer = super().call(message, *body, into=into)
+        self.called.release()
+        if self.holds is None or not self.holds(message):
+            return answer
+        late: Future[Reply] = Future()
+
+        def hold(answer: Future[Reply]) -> None:
+            self.answered.set()
+            self.let_go.wait(PATIENCE_S)
+            late.set_result(answer.result())
+
+        answer.add_done_callback(lambda answer: threading.Thread(target=hold, args=(answer,), daemon=True).start())
+        return late
+
+
+class Two:
+    """Server 0 is the primary of one fragment, or of two alike, server 1 has a filled copy."""
+
+    def __init__(self, fragments: int = 1) -> None:
+        self.script, self.fragments = Script(), fragments
         self.lines: list[CutLine] = []
         self.told: list[tuple[int, dict[int, int]]] = []
-        self.shelves = [Shelf(k, self._dial, lambda *word: self.told.append(word)) for k in range(2)]
-        drawing = Drawing([self.script.fragment], ["torch.float32"], self.script.carried)
+        self.between: list[Slow] = []
+        """Lines from one server to the other."""
+        self.dialled = threading.Semaphore(0)
+        self.shelves = [Shelf(k, self._dial_between, lambda *word: self.told.append(word)) for k in range(2)]
+        drawing = Drawing([self.script.fragment] * fragments, ["torch.float32"], self.script.carried)
         self.workers = [self._dial(str(k)) for k in range(2)]
         for line in self.workers:
             line.call(Outline(), memoryview(_encoded(drawing))).result(PATIENCE_S)
@@ -200,6 +231,13 @@ class Two:
     def _dial(self, address: str) -> CutLine:
         line = CutLine(self.shelves[int(address)], lambda: None)
         self.lines.append(line)
+        return line
+
+    def _dial_between(self, address: str) -> Slow:
+        line = Slow(self.shelves[int(address)])
+        self.lines.append(line)
+        self.between.append(line)
+        self.dialled.release()
         return line
 
     def ask(self, server: int, layout: int, call: Any, body: bytes = b"") -> Any:
@@ -217,8 +255,9 @@ class Two:
         return Apply(count, [0]), self.script.update(0, 1, -1)
 
     def close(self) -> None:
+        count = self.fragments
         for shelf in self.shelves:
-            shelf.rearrange(Placed(1 << 30, [[-1]], [[1]], [[]], {}))
+            shelf.rearrange(Placed(1 << 30, [[-1]] * count, [[1]] * count, [[]] * count, {}))
         for line in self.lines:
             line.close()
         for line in self.lines:
@@ -257,6 +296,72 @@ def test_a_stale_primary_answers_nobody_once_its_backup_was_promoted(two: Two) -
     assert not stale.done() and version(two.shelves[0]) == 0
     two.shelves[0].rearrange(placed(2, [1], []))
     assert stale.result(PATIENCE_S).message == Moved()
+
+
+def test_a_line_breaks_between_two_servers_that_live_and_it_is_said_again_over_another(two: Two) -> None:
+    """No layout will come of that."""
+    two.both(placed(1, [0, 1], [1]))
+    two.lay()
+    (line,) = two.between
+    while line.called.acquire(blocking=False):
+        pass
+    with two.shelves[1]._held[0].changed:  # what is said waits for that
+        step = two.ask(0, 1, *two.step(1))
+        assert line.called.acquire(timeout=PATIENCE_S)
+        line.close()
+    assert step.result(PATIENCE_S).message == Done()
+    assert version(two.shelves[0]) == version(two.shelves[1]) == 1
+
+
+def test_what_is_refused_of_one_fragment_breaks_off_nothing_that_is_said_of_another() -> None:
+    """Server 1 is told first that it leads fragment 0 from now on, and refuses what server 0 says of it. Server 0 comes to that
+    when it knows the new layout already, and by that has something to say of fragment 1, which no further one will help."""
+    two = Two(fragments=2)
+    try:
+        before, after = (
+            Placed(number, [first, [0, 1]], [[1, 1]] * 2, [[0, 1]] * 2, {0: "0", 1: "1"})
+            for number, first in ((1, [0, 1]), (2, [1, 0]))
+        )
+        two.both(before)
+        said, body = two.script.laid()
+        assert two.ask(0, 1, msgspec.structs.replace(said, fragments=[0, 1]), body).result(PATIENCE_S).message == Done()
+        (line,) = two.between
+        line.holds = lambda message: message.said.fragments == [0]
+        two.shelves[1].rearrange(after)
+        refused = two.ask(0, 1, *two.step(1))
+        assert line.answered.wait(PATIENCE_S)
+        two.shelves[0].rearrange(after)
+        while line.called.acquire(blocking=False):
+            pass
+        another = two._dial("0")
+        with two.shelves[1]._held[1].changed:
+            apply, update = two.step(1)
+            step = another.call(Asked(2, msgspec.structs.replace(apply, fragments=[1])), memoryview(update))
+            assert line.called.acquire(timeout=PATIENCE_S)
+            line.let_go.set()
+            assert refused.result(PATIENCE_S).message == Moved()
+            assert two.shelves[0]._lines == {1: line}
+        assert step.result(PATIENCE_S).message == Done()
+        assert [shelf._held[1].version for shelf in two.shelves] == [1, 1]
+    finally:
+        two.close()
+
+
+def test_a_fill_goes_on_over_another_line_when_one_breaks(two: Two) -> None:
+    two.both(placed(1, [0], []))
+    two.lay()
+    two.both(placed(2, [0, 1], [], since=[1, 2]))
+    there = two.shelves[1]._made(0)
+    filling = threading.Thread(target=two.shelves[0].fill, args=(1,), daemon=True)
+    with there.changed:
+        filling.start()
+        assert two.dialled.acquire(timeout=PATIENCE_S)
+        assert two.between[0].called.acquire(timeout=PATIENCE_S), "it is introduced"
+        assert two.between[0].called.acquire(timeout=PATIENCE_S), "it is filled"
+        two.between[0].close()
+    filling.join(PATIENCE_S)
+    assert two.told == [(1, {0: 2})]
+    assert known(two.shelves[0]._held[0]) == known(two.shelves[1]._held[0])
 
 
 def test_a_pull_that_waits_at_a_primary_is_told_that_it_has_moved(two: Two) -> None:
@@ -305,7 +410,7 @@ def test_what_a_lost_primary_told_one_copy_only_is_told_the_others_by_the_next_o
 
 def test_a_server_that_no_worker_has_spoken_to_fills_once_it_knows_what_is_trained(two: Two) -> None:
     """It was made primary before anything was laid."""
-    first, other = Shelf(0, two._dial, lambda *word: two.told.append(word)), placed(1, [0, 1], [], since=[1, 1])
+    first, other = Shelf(0, two._dial_between, lambda *word: two.told.append(word)), placed(1, [0, 1], [], since=[1, 1])
     filling = threading.Thread(target=first.fill, args=(0,), daemon=True)
     filling.start()
     first.rearrange(other)
