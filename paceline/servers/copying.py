@@ -288,9 +288,14 @@ class Copying(ABC, Generic[Kept]):
                 stack.enter_context(helds[fragment].changed)
             with self._changed:  # the layout may be another one since
                 self._check_primary(fragments)
-                if any(self._held.get(fragment) is not held for fragment, held in helds.items()):
-                    raise NotPrimary
+                self._check_same(helds)
             yield [helds[fragment] for fragment in fragments]
+            self._check_same(helds)  # dropped and back meanwhile: what was done was done to nothing
+
+    def _check_same(self, helds: Mapping[int, Kept]) -> None:
+        with self._changed:
+            if any(self._held.get(fragment) is not held for fragment, held in helds.items()):
+                raise NotPrimary
 
     def _check_primary(self, fragments: Sequence[int]) -> None:
         for fragment in fragments:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from paceline.cluster.messages import Placed
 from paceline.servers.calling import Reply
@@ -35,47 +38,69 @@ class OpenLine:
                 future.set_exception(ConnectionError("the line is cut"))
 
 
-def placed(number: int, holders: list[int]) -> Placed:
+class Primary:
+    """Server 0, by the first layout, with server 1 for its backup."""
+
+    def __init__(self) -> None:
+        self.lines: list[OpenLine] = []
+        self.said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self.shelf = KeyShelf(0, self._dial)
+        self.shelf.rearrange(placed(1, [0, 1]))
+        self._pool = ThreadPoolExecutor(2)
+
+    def _dial(self, address: str) -> OpenLine:
+        self.lines.append(OpenLine(self.said))
+        return self.lines[-1]
+
+    def push(self, layout: int, fragment: int) -> tuple[Future[Any], Said]:
+        """What a worker is answered, and what the backup is told first."""
+        call = Asked(layout, Pushes([fragment], 0, 1, Push("w", "float64", (1,), "assign")))
+        return self._pool.submit(self.shelf.handle, call, memoryview(bytearray(8))), self.said.get(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self.shelf.rearrange(placed(1 << 30, [1]))
+        for line in self.lines:
+            line.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def primary() -> Iterator[Primary]:
+    made = Primary()
+    yield made
+    made.close()
+
+
+def placed(number: int, holders: list[int], since: int = 1) -> Placed:
+    """`since` when server 0 holds what it holds."""
     addresses = {server: str(server) for server in range(2)}
-    since, filled = [1] * len(holders), holders[1:]
-    return Placed(number, [holders] * FRAGMENTS, [since] * FRAGMENTS, [filled] * FRAGMENTS, addresses)
-
-
-def pushed(layout: int, fragment: int) -> Asked:
-    return Asked(layout, Pushes([fragment], 0, 1, Push("w", "float64", (1,), "assign")))
+    held, filled = [1 if server else since for server in holders], holders[1:]
+    return Placed(number, [holders] * FRAGMENTS, [held] * FRAGMENTS, [filled] * FRAGMENTS, addresses)
 
 
 def reply(message: Any) -> Reply:
     return Reply(message, memoryview(b""))
 
 
-def test_a_copy_that_is_refused_leaves_alone_what_others_say_by_the_next_layout() -> None:
+def test_a_copy_that_is_refused_leaves_alone_what_others_say_by_the_next_layout(primary: Primary) -> None:
     """They would take that for a lost backup, and wait for a layout without it."""
-    lines: list[OpenLine] = []
-    said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+    first, (_, refused) = primary.push(1, 0)
+    primary.shelf.rearrange(placed(2, [0, 1]))
+    second, (_, waiting) = primary.push(2, 1)
+    refused.set_result(reply(Moved()))
+    copy, again = primary.said.get(timeout=PATIENCE_S)
+    assert (copy.layout, copy.said.fragments) == (2, [0])
+    assert len(primary.lines) == 1 and not waiting.done()
+    for call in (again, waiting):
+        call.set_result(reply(Done()))
+    assert [each.result(PATIENCE_S)[0] for each in (first, second)] == [Pushed(1), Pushed(1)]
 
-    def dial(address: str) -> OpenLine:
-        lines.append(OpenLine(said))
-        return lines[-1]
 
-    shelf = KeyShelf(0, dial)
-    shelf.rearrange(placed(1, [0, 1]))
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            first = pool.submit(shelf.handle, pushed(1, 0), memoryview(bytearray(8)))
-            _, refused = said.get(timeout=PATIENCE_S)
-            shelf.rearrange(placed(2, [0, 1]))
-            second = pool.submit(shelf.handle, pushed(2, 1), memoryview(bytearray(8)))
-            _, waiting = said.get(timeout=PATIENCE_S)
-            refused.set_result(reply(Moved()))
-            copy, again = said.get(timeout=PATIENCE_S)
-            assert (copy.layout, copy.said.fragments) == (2, [0])
-            assert len(lines) == 1 and not waiting.done()
-            for call in (again, waiting):
-                call.set_result(reply(Done()))
-            answers = [each.result(PATIENCE_S) for each in (first, second)]
-            assert [message for message, *_ in answers] == [Pushed(1), Pushed(1)]
-        finally:
-            shelf.rearrange(placed(1 << 30, [1]))
-            for line in lines:
-                line.close()
+def test_what_was_done_to_a_copy_that_was_dropped_meanwhile_is_not_answered(primary: Primary) -> None:
+    """It is the primary again by then, of what it was filled with; a worker that was answered would not say it again."""
+    answer, (_, told) = primary.push(1, 0)
+    primary.shelf.rearrange(placed(2, [1]))
+    primary.shelf.rearrange(placed(3, [1, 0], since=3))
+    primary.shelf.rearrange(placed(4, [0, 1], since=3))
+    told.set_result(reply(Done()))
+    assert answer.result(PATIENCE_S)[0] == Moved()
