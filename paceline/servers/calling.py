@@ -100,6 +100,11 @@ class Line:
         self._reader = threading.Thread(target=self._read, name="paceline-answers", daemon=True)
         self._reader.start()
 
+    @property
+    def over(self) -> bool:
+        """Whether it is closed, or has broken."""
+        return bool(self._over)
+
     def call(self, message: msgspec.Struct, *buffers: Buffer, into: memoryview | None = None) -> Future[Reply]:
         """Waits until it is on its way; the buffers may be changed then, those in memory of `lending` when it is answered. An
         answer's body goes to `into` if it is of that size, which is the answer's until then. A refusal is a RefusedError, a

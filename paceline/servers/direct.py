@@ -15,6 +15,8 @@ from paceline.servers.serving import Answer
 class DirectLine:
     """Leads straight to a shelf; a call that has to wait does so in the caller's thread."""
 
+    over = False
+
     def __init__(self, shelf: Copying[Any]) -> None:
         self._shelf = shelf
 

@@ -61,11 +61,11 @@ class FarFleet(Fleet):
     def dial(self, address: str) -> Server:
         """As long as there is such a server; a machine may not be reached for a moment."""
         while True:
+            if not self._is_there(address):  # first: to call one that is cut off takes seconds
+                raise ConnectionError(f"there is no server at {address} any more")
             try:
                 server = super().dial(address)
             except OSError:
-                if not self._is_there(address):
-                    raise
                 self._check()
                 time.sleep(_LOOK_S)
                 continue

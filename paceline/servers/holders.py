@@ -1,7 +1,9 @@
 """The run's servers, as a worker sees them: which one holds what.
 
 When a server is lost, or fragments have moved, whoever is waiting finds out by `MovedError`, gets the next layout, and
-says it all again: servers ignore what they know. Fragments of one server travel together, as long as they are small.
+says it all again: servers ignore what they know. A line that breaks says nothing about its server: that is called again, and
+only if it cannot be reached is there another layout to wait for. Fragments of one server travel together, as long as they
+are small.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class MovedError(Exception):
-    """A server is gone, or is not the primary of a fragment any more."""
+    """A server is gone, or is not the primary of a fragment any more; or its line has broken."""
 
 
 class Directory(Protocol):
@@ -47,6 +49,8 @@ class Holders:
         self._directory = directory
         self._servers: dict[int, Server] = {}
         self._layout = NOWHERE
+        self.moves = 0
+        """How often something has moved, or a line has broken: what was said before may not have been heard."""
         self.sent = self.moved = 0
         """Bytes of bodies that went out; of these and those that came back."""
 
@@ -58,13 +62,15 @@ class Holders:
 
     def _refresh(self) -> None:
         self._layout = self._directory.layout(self._layout.number)
-        for server in [k for k in self._servers if k not in self._layout.addresses]:
-            self._servers.pop(server).close()
+        self.moves += 1
+        self._hang_up(k for k in self._servers if k not in self._layout.addresses)
 
-    @property
-    def layout(self) -> int:
-        """The number of the one that is known here."""
-        return self._layout.number
+    def _hang_up(self, servers: Iterable[int]) -> bool:
+        """Whether there was one among them. Nothing that is still on its way is written anywhere from here on."""
+        gone = list(servers)
+        for server in gone:
+            self._servers.pop(server).close()
+        return bool(gone)
 
     def through(self, operation: Callable[[], Result]) -> Result:
         """What comes of an operation that is repeated as often as fragments move in it."""
@@ -72,7 +78,10 @@ class Holders:
             try:
                 return operation()
             except MovedError:
-                self._refresh()
+                if self._hang_up(k for k, server in self._servers.items() if server.over):
+                    self.moves += 1
+                else:
+                    self._refresh()
 
     def of_each(self, among: Iterable[int] | None = None) -> list[list[int]]:
         """The fragments of each server that is their primary: of parameters, or of those that are named."""

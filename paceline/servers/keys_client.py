@@ -264,7 +264,9 @@ class KeyValues:
             except RefusedError as error:
                 raise UsageError(str(error)) from None
             except OSError:
-                self._hang_up(number, server)
+                if server is not None:
+                    self._hang_up(number, server)
+                    continue  # a line that breaks says nothing about its server
             self._refresh(layout.number)
 
     def _server(self, number: int, address: str) -> Server:
@@ -273,9 +275,7 @@ class KeyValues:
                 self._servers[number] = self._directory.dial(address)
             return self._servers[number]
 
-    def _hang_up(self, number: int, server: Server | None) -> None:
-        if server is None:
-            return
+    def _hang_up(self, number: int, server: Server) -> None:
         with self._lock:
             if self._servers.get(number) is server:
                 del self._servers[number]

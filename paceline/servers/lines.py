@@ -15,6 +15,10 @@ from paceline.servers.messages import ANSWER, Moved
 class Line(Protocol):
     """Calls go out in order, and are answered in order."""
 
+    @property
+    def over(self) -> bool:
+        """Whether it is closed, or has broken."""
+
     def call(self, message: msgspec.Struct, *buffers: memoryview, into: memoryview | None = None) -> Future[Reply]:
         """`into` takes the answer's bytes. An OSError comes out of it if the server is gone, a ValueError if it refuses."""
 
@@ -27,6 +31,10 @@ class Server(NamedTuple):
 
     out: Line
     back: Line
+
+    @property
+    def over(self) -> bool:
+        return self.out.over or self.back.over
 
     def close(self) -> None:
         self.out.close()

@@ -56,8 +56,8 @@ class Hand:
     word: Word | None = None
     sent: set[int] = field(default_factory=set)
     spoken: bool = False
-    layout: int = 0
-    """By which these were sent."""
+    moves: int = 0
+    """How often something had moved when these were sent."""
     needed: set[int] = field(default_factory=set)
     """Shares that are missing somewhere, whatever was known before."""
     unanswered: list[Future[Reply]] = field(default_factory=list)
@@ -118,10 +118,10 @@ class SharewisePeers(ServedPeers):
         """First the word: so it is known when the sum is complete."""
         hand = self._hand
         if (
-            hand.layout != self._holders.layout
+            hand.moves != self._holders.moves
         ):  # parts of sums that were not complete have not moved with their fragments
             hand.say_again()
-            hand.layout = self._holders.layout
+            hand.moves = self._holders.moves
         if hand.word is not None and not hand.spoken:
             hand.unanswered.append(self._holders.out([_FIRST], hand.word))
             hand.spoken = True

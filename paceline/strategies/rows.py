@@ -146,8 +146,8 @@ class ServedRows:
 
     def _advanced(self) -> list[Future[Reply]]:
         """The last update is said before anything else, and again where servers may have changed places since."""
-        if self._said is None or (self._said and self._by != self._holders.layout):
-            self._by = self._holders.layout
+        if self._said is None or (self._said and self._by != self._holders.moves):
+            self._by = self._holders.moves
             self._said = [
                 self._holders.out(mine, Advance(self._count, mine), self._update)
                 for mine in self._holders.of_each(self.fragments if self._update else ())

@@ -44,6 +44,10 @@ class CutLine:
         self.thread = threading.Thread(target=self._answer, daemon=True)
         self.thread.start()
 
+    @property
+    def over(self) -> bool:
+        return self._cut
+
     def call(self, message: Any, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
         future: Future[Reply] = Future()
         self._moved()
@@ -81,10 +85,6 @@ class CutLine:
             if into is not None and len(raw) == len(into):
                 into[:] = raw
             future.set_result(Reply(answer, memoryview(raw)))
-
-    @property
-    def is_cut(self) -> bool:
-        return self._cut
 
     def close(self) -> None:
         with self._lock:
@@ -222,10 +222,10 @@ class World:
         self._start()
 
     def _break_a_line(self) -> None:
-        """Between two servers, by itself: both live on, and no layout comes of it."""
-        between = [line for caller, _, line in self._lines if caller >= 0 and not line.is_cut]
-        if between:
-            self._dice.choice(between).close()
+        """By itself: both sides live on, and no layout comes of it."""
+        whole = [line for _, _, line in self._lines if not line.over]
+        if whole:
+            self._dice.choice(whole).close()
             self.log.append(f"a line breaks at layout {self.fleet.number}")
 
     def _deliver(self, server: int) -> None:
