@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,36 @@ def test_the_same_with_shares_that_are_computed_twice(tmp_path: Path, seed: int,
             kill_a_worker_and_a_server(run, machine, dice)
         assert summary_of(run)["weights_sha256"] == weights
     one_of_each(run)
+
+
+def reset_connections_to(pid: int) -> int:
+    """All that lead to this process over TCP, as a router does that has forgotten them; how many there were."""
+    listening = subprocess.run(["ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout
+    ports = re.findall(rf":(\d+) .*pid={pid},", listening)
+    count = 0
+    for port in ports:
+        reset = subprocess.run(["ss", "-HK", "dport", "=", f":{port}"], capture_output=True, text=True, check=True)
+        count += len(reset.stdout.splitlines())
+    return count
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("strategy", ["ps", "ssp:2"])
+def test_connections_break_and_nobody_is_lost(tmp_path: Path, strategy: str, weights: str) -> None:
+    """Those of workers to the other machine's server, and those between servers: they are made anew, and all is said again."""
+    script = SCRIPT if strategy == "ps" else SUMS
+    with spread(tmp_path, script, 2, "-n", "4", *FLAGS, "--strategy", strategy) as run:
+        for step in (20, 40, 60):
+            run.wait_for_line(step)
+            for machine in (0, 1):
+                (server,) = run.servers_on(machine).values()
+                assert reset_connections_to(server) > 0, "there is no connection to break"
+        summary = summary_of(run)
+    assert summary["exit"] == "finished" and summary["recoveries"] == 0, summary
+    assert len(run.every("server started")) == 2
+    if strategy == "ps":
+        assert summary["weights_sha256"] == weights
+    assert paceline("verify", "it", cwd=tmp_path).returncode == 0
 
 
 SUMS = (Path(__file__).parents[2] / "benchmarks" / "sums.py").read_text()
