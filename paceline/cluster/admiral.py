@@ -82,7 +82,9 @@ class Admiral:
 
     def server_ended(self, number: int, code: int, how: str = "") -> None:
         """`how`, if its exit code does not say it."""
-        self._journal.exits[number] = code  # written down below, with what follows: a next leader would take it for dealt with
+        self._journal.exits[number] = (
+            code  # written down below, with what follows: a next leader would take it for dealt with
+        )
         _, server = self._journal.role(number)
         lost = number not in self._journal.doomed and not self._coordinator.over
         why = how or exit_words(code) if lost else self._why_ended(server)
