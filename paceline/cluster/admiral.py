@@ -82,13 +82,15 @@ class Admiral:
 
     def server_ended(self, number: int, code: int, how: str = "") -> None:
         """`how`, if its exit code does not say it."""
-        self._journal.exits[number] = code
-        self._coordinator.save()
+        self._journal.exits[number] = (
+            code  # written down below, with what follows: a next leader would take it for dealt with
+        )
         _, server = self._journal.role(number)
         lost = number not in self._journal.doomed and not self._coordinator.over
         why = how or exit_words(code) if lost else self._why_ended(server)
         self._folder.event("server ended", why, server=server, exit_code=code, lost=lost)
         if not lost:
+            self._coordinator.save()
             return
         trace = crash_trace(self._folder.log_of("server", server)) if code < 0 else ""
         if code not in KILLS:  # a mistake, which another server would only repeat
@@ -96,6 +98,7 @@ class Admiral:
         elif not self._spare_server(number, server, why):
             words = f"{self._journal.name(number)} {why}, and no other server had a copy of all that it held"
             self._coordinator.rollback.begin(words)
+            self._coordinator.save()  # it may be that nobody needs to go back
 
     def _why_ended(self, server: int) -> str:
         """One that was told to."""

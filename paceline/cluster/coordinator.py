@@ -277,21 +277,21 @@ class Coordinator:
         gone = self.membership.standing[number] is Standing.GONE
         if gone:  # whoever met it in a view that was overtaken must not wait for it
             self.journal.buried.append(number)
-        self.save()
         self._folder.event("worker ended", exit_words(code), worker=number, exit_code=code)
-        self.changed()
-        if self.over or gone:
-            return
-        if code == 0 and phase == Phase.LEFT:
+        # Its end and what follows from it are written down together: a next leader would take the end alone for dealt with.
+        if not self.over and not gone and code == 0 and phase == Phase.LEFT:
             instructions = self.membership.left(number)
             if _overtakes(instructions):
                 self.journal.buried.append(number)  # a death overtook its leave: others wait for it once more
             self.follow_up(instructions)
-        elif code == 0 and phase == Phase.FINISHED:
+        elif not self.over and not gone and code == 0 and phase == Phase.FINISHED:
             self.follow_up(self.membership.finished(number, end.term))
-        elif code and not self._survives(number, code, phase):
+        elif not self.over and not gone and code and not self._survives(number, code, phase):
             trace = crash_trace(self._folder.log_of("worker", number)) if code < 0 else ""
             self.fail(f"worker {number}", exit_words(code), trace, 1 if code < 0 else code, number)
+        else:
+            self.save()
+            self.changed()
 
     def _raised(self, worker: int, failed: messages.Failed) -> None:
         """A worker ends with an error: its own, as far as anybody can tell, or one that ends the run."""

@@ -63,9 +63,12 @@ class LeaderLink:
     def _again(self, attempt: Callable[[], tuple[Any, list[int]]], grace_s: float) -> tuple[Any, list[int]]:
         deadline = time.monotonic() + grace_s
         while True:
+            began = time.monotonic()
             try:
                 return attempt()
             except OSError as error:
+                if self._socket is not None:  # somebody led until now: an answer may be long in coming
+                    deadline += time.monotonic() - began
                 self.close()
                 if time.monotonic() > deadline:
                     raise NoLeaderError(f"no agent has led the run for {grace_s:.0f} s") from error

@@ -31,8 +31,10 @@ class Outposts(Reception):
         self._board, self._job, self._run, self._store = node.board, node.job, node.folder.id, node.place.reach.run
         self._machine_of: dict[Connection, int] = {}
         """Peers that have said for which machine they speak."""
-        now, machines = time.monotonic(), coordinator.journal.machines
-        self._heard = {number: now for number, machine in machines.items() if machine.here and number != node.number}
+        now, journal = time.monotonic(), coordinator.journal
+        there = {number for number, machine in journal.machines.items() if machine.here}
+        there |= {journal.homes[worker] for worker in journal.running}  # it may go, or have been given up by half
+        self._heard = dict.fromkeys(sorted(there - {node.number}), now)
         """When each of the other machines was last heard of: a new leader gives them a lease's time to come."""
         if coordinator.journal.led_from in self._heard:  # it was silent for a lease before another one could lead
             self._heard[coordinator.journal.led_from] = now - node.job.settings.lease + _LAST_CALL_S

@@ -1,0 +1,97 @@
+"""A leader may die before any of its writes: the next one, who has what was written, brings it to the same end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.cluster.board import Board, Phase
+from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.fleet import Address, Fleet
+from paceline.cluster.job import Job
+from paceline.cluster.journal import End, Journal, Machine
+from paceline.cluster.outposts import Outposts
+from paceline.cluster.store import StoreUnreachable
+
+KILLED = End(-signal.SIGKILL, Phase.REDUCE, 0)
+
+
+class Office:
+    """A store that is reached so many times."""
+
+    def __init__(self, writes: int) -> None:
+        self.left, self.state = writes, b""
+
+    def write(self, state: bytes, views: list[Any]) -> None:
+        if not self.left:
+            raise StoreUnreachable("the leader is dead")
+        self.left, self.state = self.left - 1, state
+
+
+def begun() -> bytes:
+    """Two machines with two workers and a server each."""
+    journal = Journal.begin(4, 0, 10, 0.0, Machine("a", "a", 2), machines=2, servers=[400, 401])
+    journal.machines[1] = Machine("b", "b", 2)
+    journal.fleet = Fleet(2, 2, 10)
+    journal.settle_in()
+    journal.pids = dict.fromkeys(journal.running, 1)
+    for number in journal.servers:
+        _, server = journal.role(number)
+        journal.fleet.came(server, Address(f"near-{server}", f"far-{server}", journal.homes[number]))
+    journal.fleet.sized([100, 100, 1])
+    return journal.encode()
+
+
+def leader(state: bytes, writes: int) -> tuple[Coordinator, Office]:
+    folder: Any = SimpleNamespace(event=lambda *args, **fields: None, log_of=lambda role, number: Path("/nowhere"))
+    office: Any = Office(writes)
+    coordinator = Coordinator(Job("train.py", [], False, {}, "/", []), folder, office, Journal.decode(state))
+    coordinator.start = coordinator.kill = lambda number: None
+    coordinator.changed = lambda: None
+    return coordinator, office
+
+
+def a_worker_is_killed(coordinator: Coordinator) -> None:
+    """Of this machine: its next agent sees it too."""
+    coordinator.worker_ended(3, KILLED)
+
+
+def a_server_is_killed(coordinator: Coordinator) -> None:
+    coordinator.worker_ended(401, KILLED)
+
+
+def a_machine_is_lost(coordinator: Coordinator) -> None:
+    """As soon as nothing was heard of it for a lease; from when this leader began to lead."""
+    board = Board.create(2)
+    node: Any = SimpleNamespace(
+        selector=SimpleNamespace(register=lambda *args: None),
+        board=board,
+        job=coordinator._job,
+        folder=SimpleNamespace(id="it"),
+        place=SimpleNamespace(reach=SimpleNamespace(run="")),
+        number=1,
+    )
+    door: Any = SimpleNamespace(expire=lambda now: None, refusals=SimpleNamespace(untold=list))
+    try:
+        Outposts(door, node, coordinator, fence=2).tick(float("inf"))
+    finally:
+        board.close()
+
+
+@pytest.mark.parametrize("happens", [a_worker_is_killed, a_server_is_killed, a_machine_is_lost])
+def test_the_next_leader_comes_to_the_same_end(happens: Callable[[Coordinator], None]) -> None:
+    undisturbed, office = leader(begun(), writes=1000)
+    happens(undisturbed)
+    assert undisturbed.journal.encode() == office.state, "all is written down"
+    for writes in range(1000 - office.left):
+        first, office = leader(begun(), writes)
+        with pytest.raises(StoreUnreachable):
+            happens(first)
+        second, _ = leader(office.state or begun(), writes=1000)
+        happens(second)
+        assert second.journal == undisturbed.journal, f"the first leader died after {writes} writes"
