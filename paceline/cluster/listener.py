@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -171,7 +172,8 @@ class Listener:
             for guest in [guest for guest in self._guests if guest.deadline <= now]:
                 self._send_away(guest, "it did not say what for in time")
             for source, why in self._door.refusals.untold():
-                sys.stderr.write(f"paceline: refused a connection from {source}: {why}\n")
+                with suppress(OSError):  # a log on a full disk: the door stays open
+                    sys.stderr.write(f"paceline: refused a connection from {source}: {why}\n")
 
     def _let_in(self, guest: _Guest) -> None:
         tune(guest.socket)

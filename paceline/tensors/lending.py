@@ -83,17 +83,22 @@ class _Blocks:
 
     def take(self, nbytes: int) -> memoryview:
         with self._lock:
-            block = self._open
-            if block is None or block.size - block.used < nbytes:
-                block = Block(max(_BLOCK, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE))
-                at = bisect_right(self._starts, block.start)
-                self._starts.insert(at, block.start)
-                self._blocks.insert(at, block)
-                self._open = block
-            memory = (ctypes.c_ubyte * nbytes).from_address(block.start + block.used)
-            block.used, block.stretches = block.used + aligned(nbytes), block.stretches + 1
+            if self._open is None or self._open.size - self._open.used < nbytes:
+                self._open = self._another(max(_BLOCK, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE))
+            block, offset = self._open, self._open.used
+            # Before anything that may collect garbage, and with it the block's last stretch: then the block would go too.
+            block.stretches += 1
+            block.used += aligned(nbytes)
+        memory = (ctypes.c_ubyte * nbytes).from_address(block.start + offset)
         weakref.finalize(memory, self._give_back, block).atexit = False
         return memoryview(memory).cast("B")
+
+    def _another(self, size: int) -> Block:
+        block = Block(size)
+        at = bisect_right(self._starts, block.start)
+        self._starts.insert(at, block.start)
+        self._blocks.insert(at, block)
+        return block
 
     def _give_back(self, block: Block) -> None:
         with self._lock:

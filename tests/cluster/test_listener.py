@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import threading
@@ -149,6 +150,30 @@ def test_a_wrong_secret_is_told_nothing(door: Listener) -> None:
     assert_open(door)
 
 
+def wait_for_words(capfd: pytest.CaptureFixture[str], words: str) -> None:
+    """The listener's thread says them when it has done everything else."""
+    said, deadline = "", time.monotonic() + PATIENCE_S
+    while words not in (said := said + capfd.readouterr().err):
+        assert time.monotonic() < deadline, f"{words!r} is not in {said!r}"
+        time.sleep(0.001)
+
+
+def test_a_log_on_a_full_disk_does_not_close_the_door(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = threading.Event()
+
+    class Full:
+        def write(self, words: str) -> int:
+            written.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(listener.sys, "stderr", Full())
+    with wire.connect(door.address, SECRET) as guest:
+        guest.sendall(b"\xff\xff\xff\x7f")
+        assert hung_up(guest)
+    assert written.wait(PATIENCE_S)
+    assert_open(door)
+
+
 def assert_open(door: Listener) -> None:
     with ring(door.address, Call("still", 0)), take(door, Call("still", 0)):
         pass
@@ -170,7 +195,7 @@ def test_who_has_no_proper_label_is_sent_away(door: Listener, words: bytes, capf
         guest.sendall(words)
         assert hung_up(guest)
     assert_open(door)
-    assert "refused a connection from 127.0.0.1" in capfd.readouterr().err
+    wait_for_words(capfd, "refused a connection from 127.0.0.1")
 
 
 def test_who_says_nothing_is_sent_away(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +248,7 @@ def test_the_door_outlives_a_handler_that_fails(door: Listener, capfd: pytest.Ca
     with ring(door.address, Heal(7)) as newcomer:
         assert hung_up(newcomer)
     assert_open(door)
-    assert "no state here" in capfd.readouterr().err
+    wait_for_words(capfd, "no state here")
 
 
 # its life

@@ -197,8 +197,10 @@ def test_on_several_machines(tmp_path: Path, undisturbed: dict[str, Any]) -> Non
         run.wait_for(lambda: not run.workers_on(1), "its loss")
         finish(run)
         run.wait_for(lambda: any("waits for a machine" in e["why"] for e in run.every("notice")), "that one is missing")
-        run.join()
-        check(ended(run), undisturbed, tmp_path, len(orders) + 1)
+        last = run.join()
+        result = ended(run)
+        assert last.wait(60) == 0
+        check(result, undisturbed, tmp_path, len(orders) + 1)
         machines.one_of_each(run)
 
 
@@ -226,6 +228,7 @@ def test_a_loop_of_both_kinds_on_several_machines(tmp_path: Path) -> None:
     given = f"width, loaders, *orders = {[*SMALL, '1:6:share']}"
     with machines.spread(tmp_path, script.replace("width, loaders, *orders = sys.argv[1:]", given), 2, *flags) as run:
         result = ended(run)
+        assert run.agents[0].wait(60) == 0
     assert learned(result) == want, result.err
     assert [event["event"] for event in result.events()].count("joined") == 1
     assert result.summary["recoveries"] == 1 and left_processes(str(tmp_path)) == []
