@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 class State(enum.IntEnum):
     """How far a replica is with an exchange beside its training."""
 
-    NOTHING = 0
+    LACKING = 0
+    """There is no memory for it."""
+    NOTHING = 1
     """It has not begun, or nothing came of it."""
-    UNDER_WAY = 1
-    THERE = 2
+    UNDER_WAY = 2
+    THERE = 3
 
 
 class Verdict(enum.Enum):
@@ -40,7 +42,7 @@ class Verdict(enum.Enum):
 
     TAKE = enum.auto()
     WAIT = enum.auto()
-    """Until each has it or knows that it will not, and say so once more."""
+    """A moment, and say so once more."""
     AGAIN = enum.auto()
     """Whatever somebody has does not count."""
 
@@ -48,12 +50,12 @@ class Verdict(enum.Enum):
 def decide(said: Sequence[int]) -> Verdict:
     """By what all have said: so all come to the same.
 
-    >>> decide([2, 2, 2]), decide([2, 1, 2]), decide([2, 1, 0])
+    >>> decide([3, 3, 3]), decide([3, 2, 3]), decide([3, 2, 1])
     (<Verdict.TAKE: 1>, <Verdict.WAIT: 2>, <Verdict.AGAIN: 3>)
     """
     if min(said) == State.THERE:
         return Verdict.TAKE
-    # One who has begun would wait for ever for one who has not.
+    # One who has begun would wait for ever for one who has not, or has given it up.
     return Verdict.WAIT if min(said) == State.UNDER_WAY else Verdict.AGAIN
 
 
@@ -66,12 +68,14 @@ class Beside:
         self._attempt: _Attempt | None = None
         self._sent_before = 0
         self._ask: Ask | None = None
+        self._lacking = 0
+        """The term in which somebody has no memory for it. Groups that come to nothing keep theirs until it ends."""
 
     def start(self, rounds: int, hold: Callable[[Peers], None]) -> None:
         """A thread calls `hold` with the group; so do the others' threads, for the exchange of this number."""
         assert self._attempt is None, "an exchange is still under way"
-        if self._session.overtaken:
-            return  # those of this view do not meet any more
+        if self._session.overtaken or self._lacking == self._session.view.term:
+            return  # those of this view do not meet any more, or not so
         try:
             group = self._group_of(rounds)
         except TermEnded:
@@ -93,13 +97,18 @@ class Beside:
     def state(self) -> State:
         return State.NOTHING if self._attempt is None else self._attempt.state
 
-    def wait(self) -> bool:
-        """Until it is over; whether the result is there."""
-        return self._attempt is not None and self._attempt.wait()
+    def wait(self, seconds: float) -> None:
+        """Until it is over, so long at most."""
+        if self._attempt is not None:
+            self._attempt.join(seconds)
 
     def taken(self) -> None:
         """All have the result."""
         self._attempt = None
+
+    def lacks(self) -> None:
+        """Somebody has no memory for it: nobody begins one in this term any more."""
+        self._lacking = self._session.view.term
 
     def end(self) -> None:
         """Whatever is under way, or there, does not count: it is called off."""
@@ -180,7 +189,7 @@ class _Attempt:
 
     def __init__(self, group: _Group, hold: Callable[[Peers], None], threads: int) -> None:
         self._group, self._hold, self._threads = group, hold, threads
-        self._there = False
+        self._came = State.NOTHING
         self._error: BaseException | None = None
         # Behind what the script has asked its GPU for so far, and before what it asks for next.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -193,9 +202,11 @@ class _Attempt:
         try:
             with torch.cuda.stream(self._stream):
                 self._hold(self._group.peers())
-            self._there = True
-        except (TermEnded, ResourceError):
-            pass  # nothing came of it; memory may do for the exchange where its result is due
+            self._came = State.THERE
+        except TermEnded:
+            pass
+        except ResourceError:
+            self._came = State.LACKING  # it may do for the exchange where its result is due
         except BaseException as error:  # noqa: BLE001  it is raised where the result is due
             self._error = error
 
@@ -203,13 +214,9 @@ class _Attempt:
     def state(self) -> State:
         if self._thread.is_alive():
             return State.UNDER_WAY
-        return State.THERE if self.wait() else State.NOTHING
-
-    def wait(self) -> bool:
-        self.join()
         if self._error is not None:
             raise self._error
-        return self._there
+        return self._came
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)

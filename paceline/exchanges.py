@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from paceline.attendance import Attendance
-from paceline.beside import Beside, Verdict, decide
+from paceline.beside import Beside, State, Verdict, decide
 from paceline.data.order import mix
 from paceline.data.receipts import SAMPLES, STEP, Receipt, Tally, settled, table
 from paceline.state.snapshot import Snapshot
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.strategies.averaging import Averaging, Gift
 
 _WORDS, _SHIPPED, _BESIDE, _HAD = mix(501), mix(504), mix(506), mix(507)
+_MOMENT_S = 0.05
 _PLACE = struct.Struct("<qq")
 """A replica's slot, and the exchanges it has had."""
 
@@ -133,17 +134,15 @@ class Exchanges:
     def _was_beside(self, gift: Gift, words: Sequence[Word]) -> bool:
         """Whether all have had the same exchange beside the training. What they have then counts; else it is had again, with
         the same result."""
-        match decide([word.beside for word in words]):
-            case Verdict.TAKE:
-                had = True
-            case Verdict.WAIT:
-                # Nobody waits for one who is not at it: each ends with a result, or with a death that all hear of.
-                mine = bytes([self._beside.wait()])
-                had = all(said == b"\1" for said in self._run.terms.peers.gather(_HAD, mine))
-            case Verdict.AGAIN:
-                had = False
+        said = [word.beside for word in words]
+        while decide(said) is Verdict.WAIT:
+            # Not until it is over: who has given it up is waited for there, and says so here.
+            self._beside.wait(_MOMENT_S)
+            said = [mine[0] for mine in self._run.terms.peers.gather(_HAD, bytes([self._beside.state]))]
+        if State.LACKING in said:
+            self._beside.lacks()
         # Who has met there is who meets now, or a replica was lost since.
-        had = had and gift.met == sorted(word.slot for word in words)
+        had = decide(said) is Verdict.TAKE and gift.met == sorted(word.slot for word in words)
         if had:
             self._beside.taken()
         else:

@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.cluster.board import Phase
@@ -77,6 +78,10 @@ class Donor:
         """The others wait where a worker is missing, now and from now on: newcomers come in there. Also called by the
         listener's thread."""
         self._waves = True
+        for outlet in [outlet for outlet in self._waved if outlet.ended]:
+            with suppress(ValueError):  # the other thread had it
+                self._waved.remove(outlet)
+            outlet.close()
         while self._called:
             try:
                 outlet = self._called.popleft()

@@ -19,7 +19,14 @@ from paceline.cluster.membership import View
 from paceline.errors import PeerLostError, ResourceError
 from paceline.tensors.peers import Peers
 
-NOTHING, UNDER_WAY, THERE = State
+LACKING, NOTHING, UNDER_WAY, THERE = State
+PATIENCE_S = 60.0
+
+
+def came(beside: Beside) -> bool:
+    """Whether the result is there, once it is over."""
+    beside.wait(PATIENCE_S)
+    return beside.state == THERE
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=6), st.integers(0, 63))
@@ -134,7 +141,7 @@ def test_what_all_have_counts_and_the_group_is_met_in_again() -> None:
     with two() as workers:
         for rounds in (4, 5, 6):
             heard = workers.start(rounds, 0, 1)
-            assert [beside.wait() for beside in workers.beside] == [True, True]
+            assert all(map(came, workers.beside))
             assert [beside.state for beside in workers.beside] == [THERE, THERE]
             assert heard == [[b"\0", b"\1"]] * 2
             for beside in workers.beside:
@@ -149,20 +156,20 @@ def test_who_waits_for_one_that_never_comes_is_called_off_and_all_meet_in_a_new_
         workers.start(4, 0)
         assert workers.beside[0].state == UNDER_WAY
         workers.beside[0].end()
-        assert workers.beside[0].state == NOTHING and not workers.beside[0].wait()
+        assert not came(workers.beside[0]) and workers.beside[0].state == NOTHING
         workers.start(5, 0, 1)
-        assert [beside.wait() for beside in workers.beside] == [True, True]
+        assert all(map(came, workers.beside))
         assert "group-1/beside-5" in workers.segments.groups
 
 
 def test_a_result_that_does_not_count_is_dropped_with_its_group() -> None:
     with two() as workers:
         workers.start(4, 0, 1)
-        assert all(beside.wait() for beside in workers.beside)
+        assert all(map(came, workers.beside))
         for beside in workers.beside:
             beside.end()
         workers.start(5, 0, 1)
-        assert all(beside.wait() for beside in workers.beside)
+        assert all(map(came, workers.beside))
         assert workers.segments.groups == {"group-1/beside-4", "group-1/beside-5"}
         assert workers.beside[0].sent_bytes == 2, "what has been sent was sent"
 
@@ -175,12 +182,12 @@ def test_a_death_ends_it_with_nothing_and_the_next_term_has_a_group_of_its_own(h
             workers.board.dead = {1}
         else:
             workers.board.overtaken = 2
-        assert not workers.beside[0].wait() and workers.beside[0].state == NOTHING
+        assert not came(workers.beside[0]) and workers.beside[0].state == NOTHING
         workers.beside[0].end()
         workers.board.dead = set()
         workers.next_term()
         workers.start(4, 0, 1)
-        assert all(beside.wait() for beside in workers.beside)
+        assert all(map(came, workers.beside))
         assert "group-2/beside-4" in workers.segments.groups
 
 
@@ -188,8 +195,7 @@ def test_an_error_comes_out_where_the_result_is_due() -> None:
     with two() as workers:
         workers.start(4, 0)
         workers.board.abort = 1
-        with pytest.raises(PeerLostError, match="the run is stopping"):
-            workers.beside[0].wait()
+        workers.beside[0].wait(PATIENCE_S)
         with pytest.raises(PeerLostError, match="the run is stopping"):
             _ = workers.beside[0].state
 
@@ -212,15 +218,26 @@ def test_nothing_is_begun_in_a_view_that_is_over() -> None:
     assert not heard and not workers.segments.groups
 
 
-def test_too_little_memory_beside_the_training_ends_nothing() -> None:
-    workers = Two()
+def test_too_little_memory_on_one_side_holds_nobody_up_and_is_not_tried_again_in_this_term() -> None:
+    """Who lacks it says so, again and again if need be, and the other one stops waiting for it in the group beside."""
+    with two() as workers:
+        enough = workers.sessions[1].segment
 
-    def refuse(name: str, size: int, ask: Any = None) -> int:
-        raise ResourceError("no memory is left")
+        def refuse(name: str, size: int, ask: Any = None) -> int:
+            raise ResourceError("no memory is left")
 
-    for session in workers.sessions:
-        session.segment = refuse
-    workers.start(4, 0, 1)
-    assert [beside.wait() for beside in workers.beside] == [False, False]
-    for beside in workers.beside:
-        beside.close()
+        workers.sessions[1].segment = refuse
+        workers.start(4, 0, 1)
+        workers.beside[1].wait(PATIENCE_S)
+        said = [beside.state for beside in workers.beside]
+        assert said == [UNDER_WAY, LACKING] and decide(said) == Verdict.AGAIN
+        for beside in workers.beside:
+            beside.lacks()
+            beside.end()
+        workers.sessions[1].segment = enough
+        workers.start(5, 0, 1)
+        assert [beside.state for beside in workers.beside] == [NOTHING, NOTHING]
+        assert workers.segments.groups == {"group-1/beside-4"}
+        workers.next_term()
+        workers.start(6, 0, 1)
+        assert all(map(came, workers.beside))

@@ -242,11 +242,17 @@ class Membership:
         self.settled = View(self.newest, self.settled.members)  # no term is used twice
         self.pending, self.overtaken = None, []
 
+    @property
+    def beginners(self) -> tuple[int, int]:
+        """How many would begin again, and how many spares: as many as should, and have a place."""
+        count = max(1, min(self.wanted, self.room))
+        return count, max(0, min(self.spares, self.room - count))
+
     def begin_again(self, why: str) -> list[Instruction]:
-        """All have ended: as many as should train, and have a place, begin together, in a term of their own, the spares too."""
-        first, count = max(self.standing) + 1, max(1, min(self.wanted, self.room))
+        """All have ended: the beginners begin together, in a term of their own, and the spares with them."""
+        first, (count, spare) = max(self.standing) + 1, self.beginners
         members = tuple(range(first, first + count))
-        spares = range(first + count, first + count + max(0, min(self.spares, self.room - count)))
+        spares = range(first + count, first + count + spare)
         self.settled = View(self.settled.term + 1, members)
         self.standing |= dict.fromkeys(members, Standing.MEMBER) | dict.fromkeys(spares, Standing.STARTING)
         self.starts_left -= len(members) + len(spares)

@@ -88,7 +88,7 @@ class Rollback:
             return f", after going back {MOST_IN_VAIN} times without a step trained in between"
         if journal.stop:
             return ", as the run was about to stop"
-        short = membership.starts_left < membership.wanted + membership.spares
+        short = membership.starts_left < sum(membership.beginners)
         return ", and no more processes may be started" * (short or journal.fleet.starts_left < journal.fleet.wanted)
 
     def _way_out(self) -> str:

@@ -175,10 +175,10 @@ class Copying(ABC, Generic[Kept]):
                 with self._changed:
                     self._changed.wait(LOOK_S)
                 continue
+            self._introduce(line)
             with self._changed:
                 if server in self._layout.addresses and server not in self._lines:
                     self._lines[server] = line
-                    self._introduce(line)
                     return line
             line.close()  # another thread was faster, or it is gone
 

@@ -29,6 +29,14 @@ class Fleet:
         return placed.of(self._room)
 
     def dial(self, address: str) -> Server:
+        """One that does not answer in time is frozen: it is waited for until it goes on, or is ended."""
+        while True:
+            try:
+                return self._dial_once(address)
+            except TimeoutError:
+                continue
+
+    def _dial_once(self, address: str) -> Server:
         return Server(*(line_to(address, self._secret, self._name) for _ in range(2)))
 
 
@@ -64,19 +72,23 @@ class FarFleet(Fleet):
             if not self._is_there(address):  # first: to call one that is cut off takes seconds
                 raise ConnectionError(f"there is no server at {address} any more")
             try:
-                server = super().dial(address)
+                server = self._dial_once(address)
             except OSError:
                 self._check()
                 time.sleep(_LOOK_S)
                 continue
             with self._changed:
-                self._dialled.append((address, server))
-            if not self._is_there(address):
+                self._dialled = [each for each in self._dialled if not each[1].over] + [(address, server)]
+                gone = address not in self._newest.addresses.values()
+            if gone:
                 server.close()
             return server
 
     def _is_there(self, address: str) -> bool:
+        """As far as is known. Nothing more will be, if this cannot follow any longer."""
         with self._changed:
+            if self._failed is not None:
+                raise self._failed
             return address in self._newest.addresses.values()
 
     def _keep_following(self) -> None:

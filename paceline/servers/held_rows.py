@@ -153,7 +153,8 @@ class HeldRows:
     def settle(self, upto: int | None = None) -> None:
         """Take in what was said, up to this update; or all of it."""
         while self._due and (upto is None or self.version < upto):
-            self._advance(self.version + 1, self._due.popleft())
+            self._advance(self.version + 1, self._due[0])
+            self._due.popleft()
             self.changed.notify_all()
 
     def _advance(self, count: int, update: RowUpdate) -> None:

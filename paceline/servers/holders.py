@@ -80,6 +80,7 @@ class Holders:
             except MovedError:
                 if self._hang_up(k for k, server in self._servers.items() if server.over):
                     self.moves += 1
+                    time.sleep(_LOOK_S)  # whatever ends one line after the other is not done at full speed
                 else:
                     self._refresh()
 
@@ -170,6 +171,8 @@ class Holders:
             waited = time.monotonic() - begun
             if pending and waited - told >= _LOOK_S:
                 told = waited
+                if any(server.over for server in self._servers.values()):
+                    raise MovedError("a line has broken")  # what is waited for may need what was said on it
                 check(waited)
         replies = [future.result() for future in asked]
         self.moved += sum(len(reply.body) for reply in replies)

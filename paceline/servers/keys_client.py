@@ -271,9 +271,14 @@ class KeyValues:
 
     def _server(self, number: int, address: str) -> Server:
         with self._lock:
-            if number not in self._servers:
-                self._servers[number] = self._directory.dial(address)
-            return self._servers[number]
+            found = self._servers.get(number)
+        if found is None:
+            made = self._directory.dial(address)  # not under the lock: it may take long
+            with self._lock:
+                found = self._servers.setdefault(number, made)
+            if found is not made:
+                made.close()  # another thread was faster
+        return found
 
     def _hang_up(self, number: int, server: Server) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ from paceline.servers.lines import line_to
 from paceline.servers.messages import Call
 from paceline.servers.rooms import Rooms
 from paceline.servers.serving import Meter, Serving
+from paceline.servers.shelf import Shelf
 from paceline.settings import merge
 
 _LOOK_S = 0.5
@@ -52,7 +53,7 @@ def main() -> None:
     handle = lambda caller, message, body: _ends_with(rooms.handle, message, body)  # noqa: E731
     Serving(doors, secret, Call, handle, Identity.make() if ready.far.startswith("tls") else None, _meter(row))
     filling = [partial(_keep_filling, shelf) for shelf in rooms.shelves.values()]
-    for work in (*filling, rooms.parameters.keep_settling, partial(_follow_layouts, rooms, link, ready)):
+    for work in (*filling, partial(_settle, rooms.parameters), partial(_follow_layouts, rooms, link, ready)):
         threading.Thread(target=_ends_with, args=(work,), daemon=True).start()
     while not board.abort and board.unled_s <= settings.grace:
         row.computed(time.process_time_ns())
@@ -81,6 +82,13 @@ def _ends_with(work: Callable[..., Result], *arguments: Any) -> Result:
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         os._exit(1)
+
+
+def _settle(shelf: Shelf) -> None:
+    try:
+        shelf.keep_settling()
+    except ValueError as error:  # of what was said and answered long ago: nobody's mistake but ours
+        raise RuntimeError("an update of rows could not be taken in") from error
 
 
 def _follow_layouts(rooms: Rooms, link: LeaderLink, ready: ServerReady) -> None:

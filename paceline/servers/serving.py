@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -224,4 +225,5 @@ class Serving:
 
 
 def _say(words: str) -> None:
-    sys.stderr.write(f"paceline: {words}\n")
+    with suppress(OSError):  # a log on a full disk: the door stays open
+        sys.stderr.write(f"paceline: {words}\n")

@@ -313,7 +313,7 @@ class ParameterServers(AllReduce):
             self._check(seconds)
         except TermEnded:
             if not self._sent_everything:
-                self._send(everything=True)
+                self._holders.wait(self._send(everything=True))  # a refusal is seen: the pull may wait for just that
 
     def close(self) -> None:
         super().close()

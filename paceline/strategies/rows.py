@@ -68,7 +68,7 @@ class ServedRows:
         self._said: list[Future[Reply]] | None = []
         """As far as it may not have been heard; None: it is to be said again."""
         self._by = 0
-        """By which layout."""
+        """How often something had moved then: see `Holders.moves`."""
         self._state: list[dict[str, Any]] | None = None
         """Of each fragment, from a checkpoint or for one."""
 
@@ -173,6 +173,11 @@ class ServedRows:
         return self._holders.through(attempt)
 
     # reading
+
+    @property
+    def lags(self) -> bool:
+        """Whether what is read for training may miss some updates."""
+        return bool(self._most)
 
     def read(self, table: int, touched: Touched, newest: bool) -> Block:
         most = 0 if newest else self._most or 0
@@ -313,7 +318,7 @@ class _Home:
         self.known = (NOTHING, np.empty((0, self.dim), dtype=np.float32)) if keep else None
 
     def read(self, touched: Touched, newest: bool) -> Block:
-        if self.known is None:
+        if self.known is None or (newest and self._served.lags):
             return self._served.read(self._number, touched, newest)
         at = touched.find(self.known[0])
         if (at < 0).any():

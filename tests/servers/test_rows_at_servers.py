@@ -266,12 +266,16 @@ def test_a_read_does_not_wait_for_updates_that_it_may_miss(most: int, in_step: d
     assert without(worker.strategy.report()) == without(in_step), "what is asked at the end has them all"
 
 
-def test_what_is_read_without_gradients_misses_nothing() -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside a share"])
+def test_what_is_read_without_gradients_misses_nothing(inside: bool) -> None:
+    """Nor is it what a share has read of the same rows before."""
     worker = Worker(OwnServer(Shelf(settling=True)), Alone(CPU), "ps+rows:3", Linear)
     worker.train()
     twin = Worker(OwnServer(Shelf()), Alone(CPU), "ps", Linear)
     twin.train()
     ids = torch.arange(40)
+    for home in worker.strategy._rows._homes if inside else ():
+        home.begin_share(keep=True)
     behind = worker.model.rows(ids)
     with torch.no_grad():
         newest = worker.model.rows(ids)
