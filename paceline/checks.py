@@ -102,6 +102,7 @@ def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterato
     for item in gc.get_objects():
         if issubclass(type(item), LRScheduler) and id(item) not in known and id(item.optimizer) in driven:
             yield (
-                f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): a worker "
-                "that replaces a lost one, and a resumed run, would start it anew, and end; add it to prepare()"
+                f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): in a worker that replaces "
+                "a lost one, and in a resumed run, it would begin anew and set other learning rates, which ends the run; "
+                "add it to prepare()"
             )

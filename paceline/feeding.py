@@ -182,6 +182,11 @@ class Feeding:
         """What is left of the epoch."""
         epoch = stepper.epoch
         number = self.position(feed_number, epoch)
+        if number and number == feed.steps:
+            self._session.notice(
+                f"epoch {epoch + 1} is entered at its end: nothing is left of the loop over the loader, and the code behind it runs "
+                "now. A name that only that loop sets is not there: set it before the loop"
+            )
         aimed: list[int] | None = None
         stepper.gaps.begin()
         self._session.left = None

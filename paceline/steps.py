@@ -452,7 +452,8 @@ class Stepper:
             odd = [self._session.view.members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
             raise MismatchError(
                 f"at step {self.step} the optimizer settings (learning rate, momentum, …) of worker "
-                f"{', '.join(map(str, odd))} differ from worker 0's: change them the same way on every worker"
+                f"{', '.join(map(str, odd))} differ from worker 0's: change them the same way on every worker, and give schedulers to "
+                "run.prepare(), so that a worker that joins or resumes has them as they are"
             )
 
     def _seed_outside(self) -> None:

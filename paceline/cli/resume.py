@@ -31,6 +31,12 @@ def checkpoint_of(folder: RunFolder) -> str:
     raise UsageError(f"run {folder.id!r} has no checkpoint: start it with --checkpoint-every N next time")
 
 
+def refuse_if_finished(folder: RunFolder) -> None:
+    """It would train nothing, and what is left of its script would be written over its result."""
+    if folder.read_json(folder.summary).get("exit") == "finished":
+        raise UsageError(f"run {folder.id!r} has finished: there is nothing to go on with, and nothing was changed")
+
+
 @click.command("resume")
 @click.argument("run")
 @click.option("-n", "--workers", type=int, help="Processes that train from now on.  [default: as before]")
@@ -55,6 +61,7 @@ def command(run: str, workers: int | None, servers: int | None, show: str, runs:
         raise UsageError(f"run {folder.id!r} was not started by `paceline run`: there is nothing to start again")
     Rendezvous.refuse_if_alive(folder)
     checkpoint = checkpoint_of(folder)
+    refuse_if_finished(folder)
     folder = RunFolder(folder.path.absolute())
     # Slots may have followed from the workers that it began with: they stay what they were.
     slots = folder.read_json(folder.config).get("settings", {}).get("slots", 0)

@@ -104,6 +104,46 @@ def test_other_slots_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "written with slots 8, this run has 4" in done.stderr
 
 
+AT_ITS_END = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+
+run = paceline.init(seed=1)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+loader = DataLoader(TensorDataset(torch.arange(60.0).view(20, 3) / 60), batch_size=4)
+run.prepare(model, optimizer, scheduler, loader)
+for epoch in run.epochs(4):
+    for _ in loader:
+        while run.step == 11 and not any(Path(run._session.folder.checkpoints).glob("step-*")):
+            time.sleep(0.001)
+        for (x,) in run.slots():
+            model(x).sum().backward()
+        optimizer.step(); optimizer.zero_grad()
+    scheduler.step()   # once an epoch, also in one that is entered at its end
+"""
+
+
+def test_an_epoch_that_is_entered_at_its_end_and_a_run_that_has_finished(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--slots", "2", "--checkpoint-every", "10")
+    want = launch(tmp_path, AT_ITS_END, *flags, name="undisturbed").weights
+    script = write_script(tmp_path, AT_ITS_END)
+    faults = ("--fault", "kill everything @step 12")
+    paceline("run", "--runs", "runs", "--name", "it", *flags, *faults, str(script), cwd=tmp_path)
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 0 and "epoch 2 is entered at its end" in done.stderr, done.stderr
+    summary = tmp_path / "runs" / "it" / "summary.json"
+    before = summary.read_text()
+    assert json.loads(before)["weights_sha256"] == want
+    again = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert again.returncode == 2 and "run 'it' has finished" in again.stderr and summary.read_text() == before
+
+
 def test_without_a_checkpoint_resume_says_what_to_do(tmp_path: Path) -> None:
     launch(tmp_path, write_script(tmp_path, SCRIPT), "-n", "1", "--steps", "2")
     done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
