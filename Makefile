@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 # Test processes at once: two would leave two cores idle while tests wait, for leases, links and each other.
 JOBS ?= 3
 
-.PHONY: help demo test lint types bench rehearse docs clean
+.PHONY: help demo test test-long lint types bench rehearse docs clean
 
 help: ## What can be made
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer")'
@@ -21,8 +21,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## LeNet on Fashion-MNIST with 4 workers, one killed on the way
 	$(BIN)/paceline run -n 4 --fault 'kill worker:2 @step 300' examples/fashion_mnist.py
 
-test: $(READY) ## All tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+test: $(READY) ## All tests, but for more of the same (test-long)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not long'
+
+test-long: $(READY) ## More seeds, examples and messages of what some of the tests do with fewer
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 
 lint: $(READY) ## Style
 	$(BIN)/ruff check .

@@ -1,23 +1,23 @@
-"""Clients unlike each other, half of them away: python -m benchmarks.federated [--seeds 3] [--workers 2] [--out FILE]
+"""Clients unlike each other, half of them away: python -m benchmarks.federated [--seeds 3] [--workers 2] [--jobs 1] [--out FILE]
 
 `examples/federated.py` (LeNet on Fashion-MNIST) over 20 clients whose labels are dealt by Dirichlet(0.3), of whom half drop out
 of each round at random: 50 rounds of FedAvg, FedProx and FedAdam, each seed once. One line a run: the accuracy after the last
 round, the mean of the last five (single rounds jump when half of such clients are away), clients a round, and what moved. Ends
 with 1 if a run does not come to 0.80 by that mean, or neither FedProx nor FedAdam is as good as FedAvg in the mean over
-seeds. On two cores a run takes about ten minutes; `--only FedAvg --seeds 1` is one.
+seeds. On two cores a run takes about ten minutes; `--only FedAvg --seeds 1` is one. `--jobs` runs at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables import teller
+from benchmarks.tables import campaign, teller
 from benchmarks.turns import HERE
 from tests.end_to_end.launching import paceline
 
@@ -55,21 +55,25 @@ def trained(kind: str, seed: int, workers: int, timeout: float) -> Trained:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = campaign(__doc__, seeds=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="one of " + ", ".join(KINDS))
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run")
-    parser.add_argument("--out", default="", help="a file for what is printed")
     options = parser.parse_args()
     tell = teller(options.out)
     kinds = [options.only] if options.only else list(KINDS)
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     tell(f"{options.workers} workers, 2 servers, {PLAIN}")
     tell("          seed  last   mean of 5  clients a round      moved     wall")
-    for seed in range(options.seeds):
-        for kind in kinds:
-            it = trained(kind, seed, options.workers, options.timeout)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = {
+            (seed, kind): pool.submit(trained, kind, seed, options.workers, options.timeout)
+            for seed in range(options.first, options.first + options.seeds)
+            for kind in kinds
+        }
+        for (seed, kind), run in runs.items():
+            it = run.result()
             found[kind].append(it.mean)
             spread = f"{min(it.clients)} to {max(it.clients)}, mean {statistics.mean(it.clients):.1f}"
             tell(

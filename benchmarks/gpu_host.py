@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -99,28 +98,15 @@ def nothing(*arguments: Any, **more: Any) -> None:
 def variants() -> dict[str, list[Patch]]:
     """What is put in the place of what, by the variant's name."""
     from paceline import steps
-    from paceline.data import copies, loader, random
-
-    drawn = torch.empty((), dtype=torch.int64)
-
-    def draws() -> tuple[float, float, float]:
-        return drawn.random_(generator=torch.default_generator).item(), rolled.random(), np.random.random()
+    from paceline.data import copies, loader
 
     def pin_all(value: Any) -> Any:
         return pin_memory(value)
 
-    random.set_seed(1)
-    first = draws()
-    by_draws = [(copies, "set_known_seed", random.set_seed), (copies, "untouched", lambda: draws() == first)]
-    numpys_own = [(random._twisters, "copy_to_numpy", nothing)]
-    pinned = [(loader, "pinned", pin_all)]
     unseeded = [(copies, "set_known_seed", nothing), (copies, "untouched", lambda: True)]
     return {
         "paceline": [],
-        "seen by draws": by_draws,
-        "numpy's own seed": numpys_own,
-        "all pinned": pinned,
-        "these three": [*by_draws, *numpys_own, *pinned],
+        "all pinned": [(loader, "pinned", pin_all)],
         "no known seed": unseeded,
         "no seed": [*unseeded, (steps, "set_seed", nothing)],
     }

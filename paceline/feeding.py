@@ -32,7 +32,7 @@ _LOOK = 9  # keeps the seeds of looks apart from those of steps, items and colla
 class Feeding:
     """The prepared loaders, and how far this epoch has come in each."""
 
-    def __init__(self, session: Session, terms: Terms, stopping: Stopping, at_boundary: Callable[[], None]) -> None:
+    def __init__(self, session: Session, terms: Terms, stopping: Stopping, at_boundary: Callable[[bool], None]) -> None:
         self._session, self._terms, self._stopping, self._at_boundary = session, terms, stopping, at_boundary
         self.strategy: Strategy
         self.feeds: list[Feed] = []
@@ -123,6 +123,10 @@ class Feeding:
         """Whether every loader that this epoch has used is at its end."""
         return all(number == self.feeds[feed].steps for feed, (_, number) in self._positions.items())
 
+    def at_loops_end(self, epoch: int) -> bool:
+        """The same where this epoch has used one."""
+        return self.begun(epoch, epoch + 1) and self.at_end
+
     def position(self, feed: int, epoch: int) -> int:
         """Batches of this loader that are trained in the epoch."""
         known, number = self._positions.get(feed, (epoch, 0))
@@ -205,7 +209,7 @@ class Feeding:
                 stepper.end()
                 number += 1
                 self._positions[feed_number] = (epoch, number)
-                self._at_boundary()
+                self._at_boundary(1 < number == feed.steps)  # in a loop of one step there is no other place
         except GeneratorExit:
             self._session.left = line_of_close()
             if stepper.abandon():

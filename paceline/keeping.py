@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
+from paceline.due import Due
 from paceline.errors import UsageError
 from paceline.launch.environment import NEWEST
 from paceline.rounds import Rounds
+from paceline.settings import BITS
 from paceline.state.checkpoint import Checkpoint, newest_good, step_of
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from paceline.run import Run
     from paceline.steps import Batch
 
-_BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
-"""Settings that are part of a run's bits: a resume with another value is refused."""
 _LINEAGE, _FOUND, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(205), mix(206), mix(207), mix(208)
 
 
@@ -41,8 +41,8 @@ class Keeping:
         self._recorder = Recorder(writer)
         self._seen = False
         """Whether the state has been looked through once for what cannot be kept."""
-        self._last = 0
-        """The step of the last boundary."""
+        self._due = Due()
+        """As all workers have it; a newcomer gets it with the state."""
         self._owed = False
         """A checkpoint was due and could not be used: the next step gives one."""
 
@@ -55,7 +55,7 @@ class Keeping:
             self.ledger.write()
         return Snapshot(
             {
-                "settings": {name: getattr(run.settings, name) for name in _BITS},
+                "settings": {name: getattr(run.settings, name) for name in BITS},
                 "replica": run._replica.capture() | self._gradients(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
@@ -65,6 +65,7 @@ class Keeping:
                 "metrics": run.metrics,
                 "stopped": run.stopped,
                 "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
+                "due": list(self._due),
                 "longest_gap_s": stepper.gaps.longest_s,
                 "flat": stepper.flat.capture(),
                 "positions": run._feeding.capture(),
@@ -98,7 +99,7 @@ class Keeping:
         stepper.flat.restore(tree["flat"])
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
-        self._last = stepper.step
+        self._due = Due(*tree["due"])
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
     def common(self, samples: int, whole: bool = False) -> Snapshot:
@@ -137,7 +138,7 @@ class Keeping:
         except ValueError as error:
             raise UsageError(str(error)) from None
         theirs = snapshot.tree["settings"]
-        for setting in _BITS:
+        for setting in BITS:
             mine = getattr(run.settings, setting)
             if theirs[setting] != mine:
                 raise UsageError(
@@ -150,6 +151,7 @@ class Keeping:
             snapshot = Snapshot.read(memoryview(states[run._feeding.loop.slot].numpy()))
         self.restore(snapshot)
         assert run._stepper is not None
+        self._due = Due(run.step)
         run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
         self._bring_back(snapshot.tree["keys"])
         self.ledger.lineage = -1  # the checkpoint's has ended
@@ -192,36 +194,48 @@ class Keeping:
 
     # checkpoints
 
-    def at_boundary(self) -> None:
-        """A step is over, the next has not begun."""
+    def at_boundary(self, ends: bool = False, leave: Callable[[], None] = lambda: None) -> None:
+        """A step is over, the next has not begun. `ends`: the loop over the loader does with it. `leave` leaves the state for
+        one who is not here."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
+        self._decide(ends)
+        leave()
         if not self._recorder.settle():
             self._owed = True
         every = run.settings.checkpoint_every
         if not self._seen and (every or run.workers > 1):
             self._seen = True
             self.capture()  # refuses what cannot be kept, or handed to a newcomer: now, not hours later
-        if (every and (self._due or run.stopped)) or stepper.agreed_term > run._session.view.term:
+        if (every and (self._due.now or run.stopped)) or stepper.agreed_term > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
+        # Where all meet about a checkpoint that is taken, they do so before somebody is let in who knows nothing of it.
+        if every and self._may_lag:
+            self._write_if_due()
         run.terms.boundary(stepper.agreed_term, self)
-        if every:
-            self.checkpoint_if_due()
+        if every and not self._may_lag:
+            self._write_if_due()
 
-    @property
-    def _due(self) -> bool:
-        every = self._run.settings.checkpoint_every
-        return bool(every) and self._run.step // every > self._last // every
+    def _decide(self, ends: bool) -> None:
+        """Before anybody gets the state of this boundary: who comes here has to know what the others do next. The end of the
+        last epoch is not entered again."""
+        run = self._run
+        self._due = self._due.behind(
+            run.step, run.settings.checkpoint_every, ends and run.epoch + 1 < run._epochs_asked
+        )
 
     def checkpoint_if_due(self) -> None:
+        """Where workers come together without a boundary."""
+        self._decide(ends=False)
+        self._write_if_due()
+
+    def _write_if_due(self) -> None:
         run = self._run
-        if not run.settings.checkpoint_every:
-            return
         if run.stopped:
             self.at_stop()
-        elif self._due or (self._owed and not self._takes_all):
+        elif self._due.now or (self._owed and not self._due.ends and not self._takes_all):
             self._checkpoint()
-        self._last = run.step
+        self._due = self._due._replace(step=run.step)  # which a checkpoint may have told, where workers meet nobody
 
     def at_stop(self) -> None:
         """The run stops here, so that it can go on later; what the script still does is not part of it."""
@@ -271,7 +285,11 @@ class Keeping:
             if register is not None:
                 assert isinstance(run._feeding.loop, Turns)
                 run._feeding.loop.settle(register)
-            if self._recorder.take(run.step, self.capture(keys=True, states=states), run._replica.optimizers):
+                if run._feeding.loop.ends(register) and not run.stopped:
+                    self._owed = True
+                    return
+            taken = self.capture(keys=True, states=states)
+            if self._recorder.take(run.step, taken, run._replica.optimizers, run._feeding.at_loops_end(run.epoch)):
                 self._owed = False
 
     def _may_publish(self) -> bool:

@@ -52,6 +52,8 @@ class Rounds:
         self._left = self._in_loop = False
         self._feed: Feed | None = None
         """Of the loop in hand."""
+        self._ends = False
+        """Whether that loop ends with this step, and the next one has an exchange before its own end."""
         self._exchanges = Exchanges(run, strategy, stepper)
         stepper.stop_code, stepper.delivered = int, self._delivered
         if not self._session.joining:
@@ -115,7 +117,7 @@ class Rounds:
 
     def _keep(self) -> None:
         """The state of right now is what a newcomer would go on from."""
-        if self._session.launched:
+        if self._session.launched and not self._exchanges.is_behind:
             self._locker(self.slot).put(self._strategy.rounds, self._run._keeping.capture())
 
     # loops
@@ -148,6 +150,7 @@ class Rounds:
                 stepper.end()
                 number += 1
                 run._feeding.positions_at(loader, epoch, number)
+                self._ends = number == feed.steps and self._strategy.rhythm.meets_within(stepper.step, number)
                 yield from self._for_others(self._receipts[-1])
                 yield from self._at_boundary()
             yield from self._close()
@@ -157,7 +160,7 @@ class Rounds:
             self._left = True
             raise
         finally:
-            self._feed, self._in_loop = None, False
+            self._feed, self._in_loop, self._ends = None, False, False
             feed.stop()
 
     def over_steps(self, count: int) -> Iterator[int]:
@@ -279,9 +282,7 @@ class Rounds:
             yield from self._make_up(deal)
             deal, gift = self._exchanges.attendance.deal, self._strategy.give_again(gift)
         self._receipts = []
-        if not self._exchanges.is_behind:
-            self._keep()
-        self._run._keeping.at_boundary()
+        self._run._keeping.at_boundary(self._ends, self._keep)
         self._session.at = f"the code after step {self._stepper.step}"
 
     def _exchanged(self, gift: Gift) -> bool:

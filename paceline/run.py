@@ -305,6 +305,7 @@ class Run:
             self.resumed = self._laid = True
         elif self._session.resume_from:
             self._keeping.resume(self._session.resume_from)
+            self._stopping.resumed(self.step)
             self._session.resume_from = ""
         self._begin_at_servers()
         if self._session.dry_run:

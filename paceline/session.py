@@ -445,11 +445,13 @@ class Session:
             self.row.release()
             self.board.close()
 
-    def fail(self, failed: Failed) -> None:
-        if self.link is not None:
-            self.row.enter(Phase.FAILED)
-            # Nobody else knows why this process ends. If it only follows another's end, they do.
-            self.link.tell(failed, 0.0 if failed.follows else LAST_WORDS_S)
+    def fail(self, failed: Failed) -> bool:
+        """Whether the leader was told."""
+        if self.link is None:
+            return False
+        self.row.enter(Phase.FAILED)
+        # Nobody else knows why this process ends. If it only follows another's end, they do.
+        return self.link.tell(failed, 0.0 if failed.follows else LAST_WORDS_S)
 
     def close(self) -> None:
         if self.listener is not None:

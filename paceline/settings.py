@@ -26,6 +26,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 ON_DEATH = ("replay", "drop")
+BITS = ("slots", "threads", "seed", "strategy", "precision", "split")
+"""Settings that are part of a run's bits: a resume with another value is refused."""
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -180,12 +182,9 @@ def _check_drop(s: Settings, entry: Entry) -> None:
 
 
 def _strategy_of(s: Settings) -> Entry:
-    from paceline.strategies import TABLE, find
+    from paceline.strategies import find
 
-    try:
-        return find(s.strategy)
-    except UsageError as error:
-        raise UsageError(f"{error}{did_you_mean(s.strategy, TABLE)}") from None
+    return find(s.strategy)
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
@@ -195,6 +194,16 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {near[0]!r}?" if near and near[0] != name else ""
+
+
+def there_are(name: Any, known: Iterable[str], listed: Iterable[str]) -> str:
+    """What is there, behind the one that was meant: that is what a reader of a long list looks for.
+
+    >>> there_are("sed", ["slots", "seed"], ["slots (logical workers)", "seed"])
+    "; did you mean 'seed'? There are: slots (logical workers), seed"
+    """
+    near = did_you_mean(name, known)
+    return f"{near} There are: {', '.join(listed)}" if near else f"; there are: {', '.join(listed)}"
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -223,6 +232,10 @@ class Target:
             pass
         raise UsageError(f"--target {text!r} is no goal; write it like accuracy>=0.9 or loss<0.1")
 
+    @property
+    def words(self) -> str:
+        return f"target {self.metric}{self.relation}{self.value:g}"
+
     def reached(self, metrics: Mapping[str, float]) -> bool:
         return self.metric in metrics and _OPERATORS[self.relation](metrics[self.metric], self.value)
 
@@ -247,7 +260,7 @@ class StopRules:
         if self.seconds and elapsed_s >= self.seconds:
             return f"time limit {self.seconds:g} s reached"
         if self.target and self.target.reached(metrics):
-            return f"target {self.target.metric}{self.target.relation}{self.target.value:g} reached"
+            return f"{self.target.words} reached"
         return None
 
 
@@ -282,8 +295,7 @@ def _merged(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Set
     known = {f.name for f in dataclasses.fields(Settings)}
     for name in arguments:
         if name not in known:
-            there = ", ".join(sorted(known))
-            raise UsageError(f"paceline.init() has no setting {name!r}; there are: {there}{did_you_mean(name, known)}")
+            raise UsageError(f"paceline.init() has no setting {name!r}{there_are(name, known, sorted(known))}")
     values = {**{k: v for k, v in arguments.items() if v is not None}, **flags}
     settings = Settings(**values)
     resolved = settings.resolved()

@@ -116,6 +116,7 @@ class Stepper:
             self._strategy = strategy
         self.device, self.slots = session.device, session.settings.slots
         self._seed, self._row = session.settings.seed, session.row
+        self._outside = mix(self._seed, OUTSIDE)
         self.flat = Flat(self, session, None if isinstance(strategy, Pieces) else strategy)
         self.meet(peers)
         self.alone = self._pieces is not None or (self.slots == 1 and not scaled)
@@ -458,7 +459,7 @@ class Stepper:
 
     def _seed_outside(self) -> None:
         """Code around the shares draws the same numbers on every worker."""
-        set_seed(mix(self._seed, OUTSIDE, self.step, self.call), self.device)
+        set_seed(mix(self._outside + (self.step << 16) + self.call), self.device)
 
 
 def line_of_close() -> str:

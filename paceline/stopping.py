@@ -52,6 +52,16 @@ class Stopping:
                 return _ALONE
         return _RULE if self._due else 0
 
+    def resumed(self, step: int) -> None:
+        """The run goes on from this step. If its limit is there, only what the script does behind its loops is left: a rule is
+        asked behind a step, and there is to be none."""
+        self.reason = StopRules(self._rules.steps).due(step, 0.0, {})
+        if self.reason and self._session.is_main:
+            self._session.notice(
+                f"{self.reason} before: no step is left, and the code behind the loops runs now. A name that only they set is not "
+                "there: set it before them"
+            )
+
     def settle(self, codes: list[int], step: int) -> None:
         """Every worker's code is known, and one wants to stop: all do. The first one gives the reason."""
         rank = next(rank for rank, code in enumerate(codes) if code)

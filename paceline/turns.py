@@ -82,11 +82,13 @@ class Turns(ABC):
                 "IterableDataset has none; make it map-style, or use --strategy ps"
             )
 
-    def _numbers(self, total: int, want: int, loader: int) -> Generator[tuple[int, int, list[int]]]:
+    def _numbers(self, total: int, want: int, loader: int, last: int = 0) -> Generator[tuple[int, int, list[int]]]:
         """Micro-batches, the run's step with which the stretch begins, and those that have come into hand since the last."""
         run, stepper = self._run, self._stepper
         self.come_together()
-        begun = self._registered.begin_stretch(total, stepper.epoch, loader, lambda: run._keeping.capture().packed())
+        begun = self._registered.begin_stretch(
+            total, stepper.epoch, loader, lambda: run._keeping.capture().packed(), last
+        )
         self._first, self._loader = begun.first, loader
         self._written = max(self._written, run._keeping.ledger.head.first)
         stepper.gaps.begin()
@@ -137,6 +139,10 @@ class Turns(ABC):
         """For a checkpoint: the run is where the register says, and the receipts up to there are written."""
         self._stepper.step, self._stepper.samples = register.steps, register.samples
         self._write(register.receipts, register.steps)
+
+    def ends(self, register: Register) -> bool:
+        """Whether the run stands at the end of a loop that the script has not left yet, and will enter again."""
+        return False
 
     def _write(self, receipts: list[Whole], steps: int) -> None:
         for each in receipts:
@@ -200,7 +206,8 @@ class FreeTurns(Turns):
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
         """The loader's micro-batches that fall to this worker."""
         self._refuse_stream(feed)
-        with closing(self._numbers(self._total(feed.steps or 0), 1 + feed.depth, loader)) as numbers:
+        total, last = (feed.steps or 0) * self._slots, self._run.settings.steps
+        with closing(self._numbers(total, 1 + feed.depth, loader, last)) as numbers:
             upcoming = _Upcoming(self._slots)
             try:
                 for number, first, fresh in numbers:
@@ -211,6 +218,11 @@ class FreeTurns(Turns):
                     yield from self._drawn(feed, number, first)
             finally:
                 feed.stop()
+
+    def ends(self, register: Register) -> bool:
+        feed = self._run._feeding.feeds[self._loader] if self._loader >= 0 else None
+        more = self._stepper.epoch + 1 < self._run._epochs_asked
+        return feed is not None and more and 1 < register.steps - self._first == feed.steps
 
     def _drawn(self, feed: Feed, number: int, first: int) -> Iterator[Any]:
         stepper = self._stepper
@@ -228,7 +240,8 @@ class FreeTurns(Turns):
 
     def over_steps(self, count: int) -> Iterator[int]:
         """For scripts that draw their own batches."""
-        with closing(self._numbers(self._total(max(0, count - self._stepper.step)), 1, OWN_DRAWS)) as numbers:
+        last = min(count, self._run.settings.steps or count)
+        with closing(self._numbers(count * self._slots, 1, OWN_DRAWS, last)) as numbers:
             for number, first, _ in numbers:
                 step, slot = divmod(number, self._slots)
                 self._stepper.mine = [slot]
@@ -236,11 +249,6 @@ class FreeTurns(Turns):
                 yield from self._micro_batch(
                     number, first + step, 1 / self._slots, None, first + step, time.perf_counter()
                 )
-
-    def _total(self, steps: int) -> int:
-        """Micro-batches of so many steps, or of those that are left."""
-        limit = self._run.settings.steps
-        return (min(steps, max(0, limit - self._stepper.step)) if limit else steps) * self._slots
 
     def _micro_batch(
         self, number: int, step: int, part: float, batch: Batch | None, value: Any, since: float

@@ -18,6 +18,7 @@ from paceline.cluster.store import runtime_folder
 from tests.alone import Alone
 from tests.end_to_end import launching
 from tests.etcd import Etcd
+from tests.forked import Template
 from tests.leaks import GRACE_S, Held, end_processes_of, leaked
 from tests.warm import Warm
 
@@ -97,13 +98,16 @@ def alone() -> Iterator[Alone]:
 
 @pytest.fixture(scope="session")
 def warm(own_runtime_folder: None) -> Iterator[None]:
-    """Runs start in a moment: their nurseries are forks of a process that has imported torch."""
+    """Runs start in a moment: their nurseries are forks of a process that has imported torch, and their commands and
+    agents of one that has imported them."""
     if os.environ.get("BARE"):
         yield
         return
     host = Warm(launching.environment())
     launching.warm_variables.update(host.variables)
+    template = Template(launching.environment())
     yield
+    template.close()
     launching.warm_variables.clear()
     host.close()
 

@@ -25,9 +25,10 @@ ROUNDS = int(os.environ.get("ROUNDS", "1"))
 """How many times as many seeds, where faults come at any moment: `make rehearse` takes three."""
 
 
-def seeds(start: int, batches: int = 2, batch: int = BATCH) -> range:
-    """The first one of every batch."""
-    return range(start, start + ROUNDS * batches * batch, batch)
+def seeds(start: int, batches: int = 2, batch: int = BATCH) -> list[Any]:
+    """The first one of every batch. `make test` has one batch; the others are more of the same."""
+    first, *more = range(start, start + ROUNDS * batches * batch, batch)
+    return [first, *(pytest.param(seed, marks=pytest.mark.long) for seed in more)]
 
 
 @lru_cache

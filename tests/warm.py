@@ -35,9 +35,9 @@ from tests.network import enter
 ROOT = Path(__file__).resolve().parents[1]
 _SITE = str(ROOT / "tests" / "site")
 _ADDRESS = "TESTS_WARM"
-_ROOM = "TESTS_WARM_ROOM"
-_ROOM_BYTES = 1 << 14
-_MAY_DIFFER = {SECRET, VARIABLE, _ROOM, "PYTEST_CURRENT_TEST"}
+ROOM = "TESTS_WARM_ROOM"
+ROOM_BYTES = 1 << 14
+_MAY_DIFFER = {SECRET, VARIABLE, ROOM, "PYTEST_CURRENT_TEST", "TEST_CHECKPOINTS", "PACELINE_EVICT_WITHOUT_KILL"}
 """Variables that no import looks at."""
 _START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.warm import main; del sys.path[0]; main()"
 """As a nursery's command leaves sys.path."""
@@ -56,8 +56,8 @@ class Warm:
             door.listen(64)
             self._process = subprocess.Popen(
                 # Its own command and environment give the room in which those of a nursery are written.
-                [sys.executable, "-P", "-c", _START, str(door.fileno()), " " * _ROOM_BYTES],
-                cwd=ROOT, env={**nursery_environment({**environment, **self.variables}, 1), _ROOM: " " * _ROOM_BYTES},
+                [sys.executable, "-P", "-c", _START, str(door.fileno()), " " * ROOM_BYTES],
+                cwd=ROOT, env={**nursery_environment({**environment, **self.variables}, 1), ROOM: " " * ROOM_BYTES},
                 stdin=subprocess.PIPE, pass_fds=[door.fileno()], start_new_session=True,
             )  # fmt: skip
 
@@ -114,8 +114,8 @@ def _be_nursery(ask: dict[str, Any], fds: list[int], set_by_imports: Mapping[str
         for start, stop in pairwise([2, *sorted([door, starter]), 1 << 10]):
             os.closerange(start + 1, stop)
         os.chdir(ask["folder"])
-        _take_environment({**ask["environment"], **set_by_imports})
-        _show(ask["command"], ask["environment"])
+        take_environment({**ask["environment"], **set_by_imports})
+        show(ask["command"], ask["environment"])
         sys.orig_argv = ask["command"]
         sys.argv = [nursery.__file__, str(door), str(starter), ask["log"]]
         nursery.main()
@@ -124,14 +124,14 @@ def _be_nursery(ask: dict[str, Any], fds: list[int], set_by_imports: Mapping[str
     os._exit(1)
 
 
-def _take_environment(environment: Mapping[str, str]) -> None:
-    """Each variable is set anew, also where it has this value: none may lie any more where `_show` writes."""
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Each variable is set anew, also where it has this value: none may lie any more where `show` writes."""
     for name in set(os.environ) - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
 
 
-def _show(command: list[str], environment: Mapping[str, str]) -> None:
+def show(command: list[str], environment: Mapping[str, str]) -> None:
     """What /proc says of this process: leaks and runs that are to be ended are looked for there."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     args_from, args_to, env_from, env_to = map(int, fields[45:49])

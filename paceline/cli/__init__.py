@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from paceline import __version__
+from paceline.cli.options import GIVEN
 from paceline.errors import PacelineError
 
 _VERBS = {
@@ -46,6 +47,7 @@ class _Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in _VERBS and args[0].endswith(".py"):
             _needs_run(ctx, args, f"{args[0]} is no verb")
+        ctx.meta[GIVEN] = list(args)
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

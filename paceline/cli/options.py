@@ -12,6 +12,13 @@ import click
 from paceline.watch.folder import DEFAULT_RUNS
 
 F = TypeVar("F", bound=Callable[..., Any])
+GIVEN = "paceline.given"
+"""Where the context has the verb and what follows it, as they were typed."""
+
+
+def given() -> list[str]:
+    known: list[str] = click.get_current_context().meta.get(GIVEN, [])
+    return known
 
 
 def runs_option(function: F) -> F:

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.options import given as as_typed
 from paceline.cli.options import runs_option
 from paceline.cli.resume import checkpoint_of
 from paceline.cluster.job import Job
@@ -123,7 +124,7 @@ def command(
     if not as_module:
         _check_script(script)
     gpus = _gpus_for(merge(flags, {})[0])
-    job = Job(script, list(arguments), as_module, flags, os.getcwd(), gpus, dry_run, list(faults))
+    job = Job(script, list(arguments), as_module, flags, os.getcwd(), gpus, dry_run, list(faults), given=as_typed())
     _check_spares(job)
     _check_faults(job)
     if dry_run:

@@ -17,13 +17,14 @@ from paceline.watch.lines import aligned, shortened
 _COLUMNS = ("run", "started", "exit", "steps", "workers", "slots", "samples/s", "weights")
 _SPARE = ("started", "weights", "samples/s", "slots", "workers", "steps")
 """What goes first where the width is short; the time is in most ids already."""
-_EXIT_AT_LEAST = 20
+_EXIT_AT_LEAST, _EXIT_AT_MOST = 20, 60
+"""The second where the width is not known: a long message would push all that follows out of sight."""
 
 
 @click.command("runs")
 @runs_option
 def command(runs: Path) -> None:
-    """List the runs, oldest first."""
+    """List the runs, oldest first. Of a long exit the beginning is shown; `paceline show` has all of it."""
     folders = RunFolder.all(runs)
     if not folders:
         click.echo(f"no runs in {runs}")
@@ -40,7 +41,7 @@ def _row(folder: RunFolder) -> dict[str, str]:
     return {
         "run": folder.id,
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.started)),
-        "exit": " ".join(str(summary.get("exit", "running or lost")).split()),
+        "exit": _first_line(str(summary.get("exit", "running or lost"))),
         "steps": str(summary.get("steps", "")),
         "workers": str(known.get("workers", "")),
         "slots": str(known.get("slots", "")),
@@ -49,11 +50,20 @@ def _row(folder: RunFolder) -> dict[str, str]:
     }
 
 
+def _first_line(text: str) -> str:
+    """
+    >>> _first_line("failed: two  things:\\n  one\\n  two")
+    'failed: two things: …'
+    """
+    first, *rest = text.strip().splitlines() or [""]
+    return " ".join([*first.split(), *["…"] * bool(rest)])
+
+
 def listing(rows: Sequence[dict[str, str]], width: int | None) -> list[str]:
     """One line a run. The id is whole at any width; columns are left out and the exit is cut to fit."""
-    columns, exit_width = list(_COLUMNS), max(len(row["exit"]) for row in rows)
+    columns, exit_width = list(_COLUMNS), _EXIT_AT_MOST
     if width is not None:
-        wanted, spare = exit_width, list(_SPARE)
+        wanted, spare = max(len(row["exit"]) for row in rows), list(_SPARE)
         exit_width = _room(rows, columns, width)
         while spare and exit_width < min(wanted, _EXIT_AT_LEAST):
             columns.remove(spare.pop(0))

@@ -399,4 +399,5 @@ def _overtakes(instructions: list[Instruction]) -> bool:
 
 
 def _kill_words(who: Stop) -> str:
-    return "killed by a second Ctrl-C" if who is Stop.CTRL_C else "killed by `paceline stop --kill`"
+    words = {Stop.CTRL_C: "a second Ctrl-C", Stop.SIGTERM: "a second SIGTERM"}
+    return f"killed by {words.get(who, '`paceline stop --kill`')}"

@@ -40,7 +40,7 @@ def _exit_code(job: Job, folder: RunFolder, journal: Journal, board: Board) -> i
         _write_summary(job, folder, journal, board, why)
         if not {"-h", "--help"} & set(job.arguments):
             folder.event("over", why, notice=why)
-        return 130 if journal.killed else journal.stop.exit_code
+        return journal.stop.exit_code or 130 * bool(journal.killed)
     return journal.stop.exit_code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,8 @@ class Job:
     """What is to go wrong on purpose."""
     resume: str = ""
     """The checkpoint to go on from."""
+    given: list[str] = field(default_factory=list)
+    """The verb and what follows it, as they were typed."""
 
     @cached_property
     def settings(self) -> Settings:
@@ -46,7 +49,8 @@ class Job:
 
     @property
     def words(self) -> str:
-        return " ".join(["paceline run", *(["-m"] if self.as_module else []), self.target, *self.arguments])
+        """The command, as it can be typed again."""
+        return shlex.join(["paceline", *self.given])
 
     @property
     def share_of_places(self) -> int:

@@ -50,10 +50,12 @@ class LeaderLink:
         """The leader's answer, from this leader or the next; `check` is called while waiting, and may raise."""
         return self._again(lambda: self._once(message, check), self._grace_s)
 
-    def tell(self, message: msgspec.Struct, patience_s: float) -> None:
-        """Say it if anybody listens, now or within this time."""
+    def tell(self, message: msgspec.Struct, patience_s: float) -> bool:
+        """Say it if anybody listens, now or within this time; whether somebody has answered."""
         with suppress(NoLeaderError):
             self._again(lambda: self._once(message, lambda: None), patience_s)
+            return True
+        return False
 
     def _once(self, message: msgspec.Struct, check: Callable[[], None]) -> tuple[Any, list[int]]:
         if self._socket is None:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -27,6 +24,7 @@ import msgspec
 from paceline.cluster import wire
 from paceline.cluster.calling import tune
 from paceline.cluster.door import Door
+from paceline.cluster.telling import tell, tell_exception
 from paceline.cluster.tls import Identity
 from paceline.cluster.wire import HANDSHAKE_S, LENGTH
 
@@ -172,8 +170,7 @@ class Listener:
             for guest in [guest for guest in self._guests if guest.deadline <= now]:
                 self._send_away(guest, "it did not say what for in time")
             for source, why in self._door.refusals.untold():
-                with suppress(OSError):  # a log on a full disk: the door stays open
-                    sys.stderr.write(f"paceline: refused a connection from {source}: {why}\n")
+                tell(f"refused a connection from {source}: {why}")
 
     def _let_in(self, guest: _Guest) -> None:
         tune(guest.socket)
@@ -194,7 +191,7 @@ class Listener:
         try:
             self._handlers[type(label)](label, guest.socket)
         except Exception:  # noqa: BLE001  the door stays open whatever one visitor leads to
-            traceback.print_exc()
+            tell_exception()
             guest.socket.close()
 
     def _park(self, label: Call, sock: socket.socket) -> None:

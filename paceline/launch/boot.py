@@ -22,6 +22,7 @@ from paceline.cluster.messages import Failed, Hello
 from paceline.errors import OWN_GROUP, Departed, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
 from paceline.unwinding import raised_at
+from paceline.watch.lines import LAST_WORDS, LAST_WORDS_END
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -99,8 +100,7 @@ def _after_exit(error: SystemExit, arguments: list[str]) -> int:
             return _report(late)
     said = str(code) if not isinstance(code, int) else f"the script called sys.exit({code})"
     sys.stdout.flush()
-    _tell(Failed(said, "", number, follows=False))
-    sys.stderr.write(f"{said}\n")
+    _say(said, told=_tell(Failed(said, "", number, follows=False)))
     return number
 
 
@@ -117,9 +117,13 @@ def _report(error: BaseException) -> int:
     follows = isinstance(error, (PeerLostError, KeyboardInterrupt))
     step, slot = raised_at(_current_run(), error) or (-1, -1)
     sys.stdout.flush()
-    _tell(Failed(text, trace, code, follows, step, slot))
-    sys.stderr.write((trace or text) + "\n")
+    _say(trace or text, told=_tell(Failed(text, trace, code, follows, step, slot)))
     return code
+
+
+def _say(words: str, told: bool) -> None:
+    """Into the log, in one piece: other threads may still write there. What the leader does not know, a terminal has from here."""
+    sys.stderr.write(f"{LAST_WORDS}\n{words}\n{LAST_WORDS_END}\n" if told else f"{words}\n")
 
 
 def tell_usage_errors_shortly() -> None:
@@ -164,19 +168,20 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith((_HERE, "<frozen"))
 
 
-def _tell(failed: Failed) -> None:
+def _tell(failed: Failed) -> bool:
+    """Whether the leader knows it now."""
     run = _current_run()
     if run is not None:
-        run._session.fail(failed)
-        return
+        return bool(run._session.fail(failed))
     handed = ticket()
     if handed is None:
-        return
+        return False
     # A script that fails before init() has no session yet: say it over a link of its own.
     greeting = Hello(handed.worker, os.getpid())
     link = LeaderLink(handed.address, bytes.fromhex(handed.secret), greeting, lambda: handed.fence, LAST_WORDS_S)
-    link.tell(failed, LAST_WORDS_S)
+    told = link.tell(failed, LAST_WORDS_S)
     link.close()
+    return told
 
 
 def _leave(code: int) -> NoReturn:

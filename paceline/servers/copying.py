@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.holders import NOWHERE
-from paceline.servers.lines import Line, moved
+from paceline.servers.lines import Line, before_redial, moved
 from paceline.servers.messages import Asked, Call, Copy, Done, Moved
 from paceline.servers.serving import Answer
 
@@ -89,6 +89,10 @@ class Copying(ABC, Generic[Kept]):
         """The same, back in one."""
         return bodies
 
+    def _labelled(self, said: Any, by: int) -> Any:
+        """What fills another copy, as it is said by this layout."""
+        return said
+
     @property
     def _begun(self) -> bool:
         """Whether it is known what there is to hold."""
@@ -136,9 +140,8 @@ class Copying(ABC, Generic[Kept]):
                 return
             number = self._layout.number
             for said, body in held.all_said():
-                if not self._say(
-                    server, Copy(number, self._number, [since], replace(said, fragments=[fragment])), body
-                ):
+                one = replace(self._labelled(said, number), fragments=[fragment])
+                if not self._say(server, Copy(number, self._number, [since], one), body):
                     raise NotPrimary
             with self._changed:
                 self._filled.add((fragment, server, since))
@@ -157,6 +160,7 @@ class Copying(ABC, Generic[Kept]):
                 with self._changed:
                     if self._lines.get(server) is line:  # else another thread has hung up, and may have called again
                         self._hang_up(server)
+                before_redial()
 
     def _line(self, server: int) -> Line:
         """Tried for as long as the layout has it: another machine may not be reached for a moment. Not under the lock: it

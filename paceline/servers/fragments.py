@@ -18,8 +18,8 @@ from paceline.tensors.layout import Layout
 MOST_BYTES = 4 << 20
 LEAST_BYTES = 1 << 10
 """A fragment costs a message: smaller ones would balance better and travel worse."""
-ENOUGH = 24
-"""So many fragments can be dealt to a few servers evenly, so small models are cut finer."""
+ENOUGH = 12
+"""So many fragments can be dealt to a few servers evenly, so small models are cut finer; each costs a server as much as any."""
 _ALIGN_BYTES = 64
 
 

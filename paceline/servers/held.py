@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 import torch
@@ -201,7 +202,7 @@ class Held:
                     raise ValueError(f"workers do not agree on optimizer step {message.count}")
                 if message.count <= self.version or message.count in self._due:
                     return True
-                msgspec.msgpack.decode(body, type=Update)  # nobody is told what cannot be read
+                _update(bytes(body))  # nobody is told what cannot be read
                 return False
             case _:
                 raise ValueError(f"a {type(message).__name__} of a fragment of parameters")
@@ -313,7 +314,7 @@ class Held:
     def _go_on(self) -> None:
         """Do the optimizer steps for which everything is there."""
         while (raw := self._due.get(self.version + 1)) is not None:
-            count, update = self.version + 1, msgspec.msgpack.decode(raw, type=Update)
+            count, update = self.version + 1, _update(raw)
             if not self._ready(count, update):
                 return
             self._step(count, update)
@@ -366,6 +367,12 @@ class Held:
         for k in numbers:
             if k in self._own:
                 self._own[k].copy_(self._stretch(self.value, k))
+
+
+@lru_cache(maxsize=64)
+def _update(raw: bytes) -> Update:
+    """Each fragment hears of it."""
+    return msgspec.msgpack.decode(raw, type=Update)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

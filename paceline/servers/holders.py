@@ -19,7 +19,7 @@ import msgspec
 from paceline.cluster.messages import Placed
 from paceline.servers.calling import Reply
 from paceline.servers.fragments import MOST_BYTES
-from paceline.servers.lines import Server, moved
+from paceline.servers.lines import Server, before_redial, moved
 from paceline.servers.messages import Asked, Drawing, Outline
 
 _LOOK_S = 0.01
@@ -80,7 +80,7 @@ class Holders:
             except MovedError:
                 if self._hang_up(k for k, server in self._servers.items() if server.over):
                     self.moves += 1
-                    time.sleep(_LOOK_S)  # whatever ends one line after the other is not done at full speed
+                    before_redial()
                 else:
                     self._refresh()
 

@@ -24,7 +24,7 @@ from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.holders import NOWHERE, Directory
 from paceline.servers.keys_messages import FRAGMENTS, Names, Pulls, Pushes, fragment_of
 from paceline.servers.kv import DTYPES, Pull, Push, Pushed, Versioned, dtype_name
-from paceline.servers.lines import Server, moved
+from paceline.servers.lines import Server, before_redial, moved
 from paceline.servers.messages import Asked
 from paceline.tensors.channel import LARGEST_BODY, memory_of
 
@@ -266,7 +266,8 @@ class KeyValues:
             except OSError:
                 if server is not None:
                     self._hang_up(number, server)
-                    continue  # a line that breaks says nothing about its server
+                    before_redial()
+                    continue
             self._refresh(layout.number)
 
     def _server(self, number: int, address: str) -> Server:

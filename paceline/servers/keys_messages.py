@@ -53,17 +53,23 @@ class Mark(NamedTuple):
 
 
 class Laid(msgspec.Struct, tag=True):
-    """From a primary, to fill a backup: a key as it is + the tensor's bytes."""
+    """From a primary, to fill a backup, or to make it the same as itself: a key as it is + the tensor's bytes. With all workers'
+    last pushes, so that these fit the keys at any moment."""
 
     fragments: list[int]
     push: Push
+    marks: dict[int, Mark]
+    by: int = 0
+    """The layout by which it is said; what a backup has been made the same by before, it ignores."""
 
 
 class Marks(msgspec.Struct, tag=True):
-    """The same, of all workers' last pushes."""
+    """The end of these: there are no other keys."""
 
     fragments: list[int]
     marks: dict[int, Mark]
+    keys: list[str]
+    by: int = 0
 
 
 KeySaid = Pushes | Laid | Marks

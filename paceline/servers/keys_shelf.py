@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from paceline.cluster.messages import Placed
 from paceline.servers.copying import Answered, Copying
 from paceline.servers.keys_messages import FRAGMENTS, KeyCall, KeySaid, Laid, Mark, Marks, Names, Pulls, Pushes
 from paceline.servers.kv import Pull, Pushed, Store
@@ -30,6 +31,8 @@ class Drawer:
         self.since, self.changed = since, threading.Condition()
         self._store = Store()
         self._marks: dict[int, Mark] = {}
+        self._same = 0
+        """The layout by which a primary has last made it the same as its own."""
 
     def knows(self, said: KeySaid, body: memoryview) -> bool:
         """ValueError: it cannot be done, which nobody else is told."""
@@ -41,25 +44,27 @@ class Drawer:
                 if number == last + 1:
                     self._store.check(push, body)
                 return number <= last
-            case Laid(_, push):
-                return self._store.version(push.key) >= push.at_least
-            case Marks(_, marks):
-                return all(self._marks.get(worker, _NONE) >= mark for worker, mark in marks.items())
+            case Laid(_, push, _, by):
+                return by <= self._same or self._store.version(push.key) == push.at_least
+            case Marks(by=by):
+                return by <= self._same
 
     def do(self, said: KeySaid, body: memoryview) -> None:
         match said:
             case Pushes(_, worker, number, push):
                 self._store.push(replace(push, pull=False), body)
                 self._marks[worker] = Mark(number, self._store.version(push.key))
-            case Laid(_, push):
-                self._store.push(push, body)
-            case Marks(_, marks):
+            case Laid(_, push, marks):
+                self._store.lay(push, body)
                 self._marks = marks
+            case Marks(_, marks, keys, by):
+                self._store.keep(keys)
+                self._marks, self._same = marks, by
 
     def all_said(self) -> Iterator[tuple[KeySaid, Sequence[memoryview]]]:
         for push, tensor in self._store.everything():
-            yield Laid([], push), [memory_of(tensor)]
-        yield Marks([], self._marks), ()
+            yield Laid([], push, self._marks), [memory_of(tensor)]
+        yield Marks([], self._marks, self.names()), ()
 
     # what is asked
 
@@ -77,10 +82,45 @@ class Drawer:
 
 
 class KeyShelf(Copying[Drawer]):
+    """One that takes a fragment over makes its backups the same as itself before it answers anything: the primary that was lost
+    may have told some of them of a push, and its worker may be lost too, so that nobody says it again. At most one push is in
+    doubt, as they are told one after the other; whoever takes over says whether it counts."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._doubtful: set[int] = set()
+        """Fragments that this server leads by now, and has not done so for."""
+
+    def rearrange(self, layout: Placed) -> None:
+        with self._changed:
+            before = self._layout
+            super().rearrange(layout)
+            mine = {k for k, holders in enumerate(layout.holders) if holders[0] == self._number}
+            led = {k for k, holders in enumerate(before.holders) if holders[0] == self._number}
+            if not before.number:
+                return
+            follows = layout.number == before.number + 1  # else others may have led in between
+            self._doubtful = (self._doubtful & mine) | (mine - led if follows else mine)
+
+    def _settle(self, fragment: int, drawer: Drawer) -> None:
+        with self._changed:
+            if fragment not in self._doubtful:
+                return
+            by = self._layout.number
+        if self._backups(fragment):
+            for said, bodies in drawer.all_said():
+                self._tell(self._labelled(said, by), {fragment: bodies[0] if bodies else memoryview(b"")})
+        with self._changed:
+            if self._layout.number == by:
+                self._doubtful.discard(fragment)
+
     def _new(self, fragment: int, since: int) -> Drawer:
         if not 0 <= fragment < FRAGMENTS:
             raise ValueError(f"there is no fragment {fragment}")
         return Drawer(since)
+
+    def _labelled(self, said: Any, by: int) -> Any:
+        return replace(said, by=by)
 
     def _cut(self, said: Any, body: memoryview) -> dict[int, memoryview]:
         return dict.fromkeys(said.fragments, body)
@@ -88,6 +128,7 @@ class KeyShelf(Copying[Drawer]):
     def _answer(self, call: KeyCall, body: memoryview, by: int) -> Answered:
         (fragment,) = call.fragments
         with self._locked([fragment]) as (drawer,):
+            self._settle(fragment, drawer)
             match call:
                 case Pushes():
                     fresh = not drawer.knows(call, body)

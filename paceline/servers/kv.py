@@ -8,7 +8,7 @@ a puller that is slow or frozen holds up no push.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,6 +194,17 @@ class Store:
             entry.match(push)
             entry.put(theirs, push)
             return entry.answer() if push.pull else Answer(Pushed(entry.version))
+
+    def lay(self, push: Push, body: memoryview) -> None:
+        """The key as another store has it, whatever it is here."""
+        self.push(push, body)
+        self._entries[push.key].version = push.at_least
+
+    def keep(self, keys: Collection[str]) -> None:
+        """No others."""
+        with self._lock:
+            for key in self._entries.keys() - set(keys):
+                del self._entries[key]
 
     def pull(self, pull: Pull) -> Answer:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,8 @@ import msgspec
 from paceline.servers.calling import Line as RealLine
 from paceline.servers.calling import Reply, dial
 from paceline.servers.messages import ANSWER, Moved
+
+REDIAL_S = 0.01
 
 
 class Line(Protocol):
@@ -43,6 +46,12 @@ class Server(NamedTuple):
 
 def line_to(address: str, secret: bytes, name: str) -> Line:
     return RealLine(dial(address, secret, name), ANSWER)
+
+
+def before_redial() -> None:
+    """A line has broken, which says nothing about its server: that is called again. Whatever ends one line after the other is
+    not done at full speed."""
+    time.sleep(REDIAL_S)
 
 
 def moved(reply: Reply) -> bool:

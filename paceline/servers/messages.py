@@ -168,7 +168,7 @@ ABSENT, BY_VALUE = -1, -2
 NOBODYS = (-1, -1)
 
 
-class Update(msgspec.Struct):
+class Update(msgspec.Struct, frozen=True):
     """One optimizer step: the same from every worker."""
 
     optimizer: int
@@ -345,6 +345,8 @@ class Begin(msgspec.Struct, tag=True):
     """Who else will begin it, of those who train clients."""
     here: list[int] | None = None
     """Of a round's clients, those whose data this worker has; None: all."""
+    last: int = 0
+    """The run's step with which it ends at the latest, if there is one."""
 
 
 class Enter(msgspec.Struct, tag=True):

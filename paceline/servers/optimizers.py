@@ -39,6 +39,8 @@ class Engine:
         kind: Any = OPTIMIZERS[carried.name]
         more = {"initial_accumulator_value": carried.accumulator} if kind is Adagrad else {}
         self._known = kind([torch.empty(0)]).defaults.keys()
+        self._changed: list[Values] = [{} for _ in carried.groups]
+        """By how the last step's options differ from those of the description."""
         with self._as_in_the_script():
             groups = [{"params": held[number], **self._options(number, {})} for number in range(len(held))]
             self._optimizer = kind(groups, **more)
@@ -58,7 +60,9 @@ class Engine:
         """One step. A piece without a gradient is left alone, and its state too. The gradients are used up: `clip`
         multiplies them in place, and some of torch's optimizers change them as well."""
         for number, (group, changed) in enumerate(zip(self._optimizer.param_groups, hyper, strict=True)):
-            group.update(self._options(number, changed))
+            if changed != self._changed[number]:
+                group.update(self._options(number, changed))
+                self._changed[number] = changed
         for value, gradient in zip(self._values, self.cast(gradients), strict=True):
             if gradient is not None and clip != 1.0:
                 gradient.mul_(clip)
@@ -73,8 +77,11 @@ class Engine:
     @contextmanager
     def _as_in_the_script(self) -> Iterator[None]:
         """torch asks for the default type when it makes the counts of steps."""
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(DTYPES[self._carried.default_dtype])
+        before, theirs = torch.get_default_dtype(), DTYPES[self._carried.default_dtype]
+        if theirs == before:
+            yield
+            return
+        torch.set_default_dtype(theirs)
         try:
             yield
         finally:

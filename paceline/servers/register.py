@@ -124,14 +124,22 @@ class Register(msgspec.Struct):
 
     # a stretch
 
-    def begin(self, stretch: int, total: int, epoch: int = 0, loader: int = OWN_DRAWS) -> None:
-        """Said by everybody; the first one begins it."""
-        if stretch <= self.stretch:
+    def begin(self, stretch: int, total: int, epoch: int = 0, loader: int = OWN_DRAWS, last: int = 0) -> None:
+        """Said by everybody, and the same by all of one life; the first one begins it. With `last` it ends with so many steps
+        of the run at the latest. In a run that is resumed that may have been put further away in the middle of it, or nearer:
+        what is counted or in hand stays part of it."""
+        if stretch < self.stretch:
             return
-        self.stretch, self.total, self.first = stretch, total, self.steps
-        self.epoch, self.loader = epoch, loader
-        self.fresh, self.back, self.held, self.calls, self.open = 0, [], {}, {}, {}
-        self.done, self.left = Applied(), []
+        if stretch > self.stretch:
+            self.stretch, self.total, self.first = stretch, 0, self.steps
+            self.epoch, self.loader = epoch, loader
+            self.fresh, self.back, self.held, self.calls, self.open = 0, [], {}, {}, {}
+            self.done, self.left = Applied(), []
+        room = max(0, last - self.first) * self.slots if last else total
+        least = min(total, room)
+        while self.fresh > least and self.back[-1:] == [self.fresh - 1] and self.back[-1] not in self.calls:
+            self.fresh = self.back.pop()  # given back with nothing of it counted: as if nobody had had it
+        self.total = max(self.fresh, least)
 
     @property
     def over(self) -> bool:

@@ -123,8 +123,8 @@ class Registry:
 
     def _consider(self, register: Any, call: Asking, body: memoryview) -> Answer | None:
         match call:
-            case Begin(worker, stretch, total, epoch, loader):
-                register.begin(stretch, total, epoch, loader)
+            case Begin(worker, stretch, total, epoch, loader, last=last):
+                register.begin(stretch, total, epoch, loader, last)
                 register.enter(worker)
                 noted = self._notes is not None and self._notes[0] >= stretch
                 return Begun(register.first, register.trainers, noted), ()

@@ -62,10 +62,10 @@ class Rounds(Register):
     scheduled: int = 0
     """Which of the script's schedulers are stepped within its loop."""
 
-    def begin(self, stretch: int, total: int, epoch: int = 0, loader: int = -1) -> None:
+    def begin(self, stretch: int, total: int, epoch: int = 0, loader: int = -1, last: int = 0) -> None:
         if stretch > self.stretch:
             self.arrived, self.closed, self.moved, self.members, self.here = {}, None, 0, [], {}
-        super().begin(stretch, total, epoch, loader)
+            super().begin(stretch, total, epoch, loader, last)
 
     @property
     def over(self) -> bool:

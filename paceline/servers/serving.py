@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +19,7 @@ import msgspec
 
 from paceline.cluster import wire
 from paceline.cluster.door import Arrival, Door, Refusals, Secured
+from paceline.cluster.telling import tell, tell_exception
 from paceline.errors import ResourceError
 from paceline.tensors import sharing
 from paceline.tensors.channel import Buffer, Channel, ChannelEnded
@@ -193,7 +191,7 @@ class Serving:
                     self._begin(_Connection(arrival))
                 door.expire(now)
                 for source, why in door.refusals.untold():
-                    _say(f"refused a connection from {source}: {why}")
+                    tell(f"refused a connection from {source}: {why}")
 
     def _begin(self, connection: _Connection) -> None:
         thread = threading.Thread(target=self._serve, args=(connection,), name="paceline-caller", daemon=True)
@@ -210,7 +208,7 @@ class Serving:
         except (OSError, ValueError, ResourceError) as error:  # it broke off, or talks nonsense
             self._note(connection.source, str(error))
         except Exception:  # noqa: BLE001  a mistake of ours costs the connection it came up in
-            traceback.print_exc()
+            tell_exception()
         with self._lock:
             del self._connections[connection]
             connection.close()
@@ -221,9 +219,4 @@ class Serving:
             self._broken.note(source, why)
             new = [] if self._closed else self._broken.untold()
         for source, why in new:
-            _say(f"ended the connection from {source}: {why}")
-
-
-def _say(words: str) -> None:
-    with suppress(OSError):  # a log on a full disk: the door stays open
-        sys.stderr.write(f"paceline: {words}\n")
+            tell(f"ended the connection from {source}: {why}")

@@ -19,7 +19,7 @@ from paceline.state.places import MANIFEST, Place, place
 SHARD = 64 << 20
 _PIECE = 4 << 20
 _NAME = re.compile(r"step-(\d{8,})")
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -33,6 +33,8 @@ class Manifest(msgspec.Struct, frozen=True):
     written: float
     """Seconds since 1970."""
     shards: list[Shard]
+    ends: bool = False
+    """Whether a loop over a loader ends with this step: a run that goes on from here has nothing left of it."""
     format: int = _FORMAT
     crc32: int = 0
     """Of this manifest, with a 0 here."""
@@ -159,13 +161,17 @@ def listed(address: str) -> list[Checkpoint]:
     return sorted((Checkpoint(where, int(match[1])) for match in matches), key=lambda found: found.step)
 
 
-def newest_good(address: str, tell: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that can be read; each one passed over is told about."""
+def newest_good(address: str, tell: Callable[[str], None], inside: bool = False) -> Checkpoint | None:
+    """The newest checkpoint that can be read; each damaged one that is passed over is told about. `inside`: rather an older
+    one than one where a loop ends."""
+    at_an_end = None
     for checkpoint in reversed(listed(address)):
         try:
-            checkpoint.check()
+            manifest = checkpoint.check()
         except ValueError as error:
             tell(f"{error}; trying the one before")
             continue
-        return checkpoint
-    return None
+        if not (inside and manifest.ends):
+            return checkpoint
+        at_an_end = at_an_end or checkpoint
+    return at_an_end

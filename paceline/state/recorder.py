@@ -32,8 +32,10 @@ class Recorder:
         self._taken: _Taken | None = None
         self._late = True
 
-    def take(self, step: int, snapshot: Snapshot, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Have this state written. Not if the one before is still being written: training does not wait for a disk."""
+    def take(
+        self, step: int, snapshot: Snapshot, optimizers: Iterable[torch.optim.Optimizer], ends: bool = False
+    ) -> bool:
+        """Have this state written, with whether a loop ends here. Not if the one before is still being written: training does not wait for a disk."""
         if self._writer.busy:
             self._writer.leave_out(step)
             return False
@@ -51,7 +53,7 @@ class Recorder:
             else:
                 copy.make()  # here: only this thread knows on which stream of a GPU its tensors are computed
         self._taken = _Taken(memory, now, late)
-        self._writer.write(step, self._taken)
+        self._writer.write(step, self._taken, ends)
         self._taken.copy()
         return True
 

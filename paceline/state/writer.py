@@ -51,10 +51,12 @@ class Writer:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def write(self, step: int, body: Body) -> None:
-        """Begin to write; waits for the one before."""
+    def write(self, step: int, body: Body, ends: bool = False) -> None:
+        """Begin to write; waits for the one before. `ends`: a loop does with this step."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, body), name="paceline-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, body, ends), name="paceline-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -66,14 +68,14 @@ class Writer:
         """A step for which there is no time: the checkpoint before is still under way."""
         self._say(step, "the one before is still being written")
 
-    def _write(self, step: int, body: Body) -> None:
+    def _write(self, step: int, body: Body, ends: bool) -> None:
         draft: Draft | None = None
         try:
             body.fill()
             # From here on nobody waits for this thread: it takes what time the training leaves.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
             draft = self._place.begin(name_of(step))
-            manifest = Manifest(step, time.time(), list(_write_shards(draft, body.memory)))
+            manifest = Manifest(step, time.time(), list(_write_shards(draft, body.memory)), ends)
             if self._must_not_publish(step, body):
                 draft.drop()
                 return

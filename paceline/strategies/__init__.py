@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import UsageError
 from paceline.servers import clocks
 from paceline.servers.delays import OPTIONS, Delays, split
+from paceline.settings import there_are
 from paceline.strategies import rhythm
 from paceline.tensors import codecs
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
+    from paceline.strategies.federation import Federation
 
 
 class Entry(NamedTuple):
@@ -55,7 +57,7 @@ class Entry(NamedTuple):
         return f"{self.when}, {self.what}, {self.where}"
 
 
-def _federation(text: str) -> object:
+def _federation(text: str) -> Federation:
     from paceline.strategies.federation import parse
 
     return parse(text)
@@ -167,6 +169,15 @@ def find(text: str) -> Entry:
     return entry._replace(module=module, name=name)
 
 
+def rounds_of(text: str) -> int:
+    """The rounds that are part of a strategy, whatever the script's run.epochs(n) or --epochs say; 0: there are none.
+
+    >>> rounds_of("federated:rounds=3,clients=8"), rounds_of("federated"), rounds_of("ssp:3")
+    (3, 0, 0)
+    """
+    return _federation(text).rounds if find(text).reads is _federation else 0
+
+
 def split_codec(text: str) -> tuple[str, str]:
     """A strategy as it is written, and the codec that is joined to it, if there is one.
 
@@ -197,8 +208,8 @@ def _find(text: str) -> Entry:
         mode, delays = split(text)
     name, _, numbers = mode.partition(":")
     if name not in TABLE:
-        there = ", ".join(f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items())
-        raise UsageError(f"unknown strategy {text!r}; there are: {there}")
+        listed = [f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items()]
+        raise UsageError(f"unknown strategy {text!r}{there_are(name, TABLE, listed)}")
     if delays and not TABLE[name].free:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"

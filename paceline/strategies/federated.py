@@ -104,15 +104,17 @@ class Federated(Registered):
         self._loader = loader
         return len(self.roster(loader, self._count).present)
 
-    def _beginning(self, total: int, epoch: int, loader: int) -> Begin:
+    def _beginning(self, total: int, epoch: int, loader: int, last: int) -> Begin:
         here, members = self.shares[loader].here, list(self._seat.view().members)
         if here is not None:
             present = self.roster(loader, self._count).present
             here = [leaf for leaf, client in enumerate(present) if client in here]
         return Begin(self._seat.worker, self._stretch, total, epoch, loader, members, here)
 
-    def begin_stretch(self, total: int, epoch: int, loader: int, notes: Callable[[], bytearray]) -> Begun:
-        begun = super().begin_stretch(total, epoch, loader, notes)
+    def begin_stretch(
+        self, total: int, epoch: int, loader: int, notes: Callable[[], bytearray], last: int = 0
+    ) -> Begun:
+        begun = super().begin_stretch(total, epoch, loader, notes, last)
         self._round = begun.first
         return begun
 

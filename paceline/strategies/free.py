@@ -42,8 +42,9 @@ from paceline.strategies.base import Scaled
 from paceline.strategies.registered import Registered
 from paceline.tensors.peers import Peers
 
-_UNHEARD_AFTER_S = 0.03
-"""A push that was counted so long ago and is not applied: whoever made it may be dead, or frozen."""
+_LOOK_AFTER_S, _PATIENCE_S = 0.05, 0.25
+"""A push that was counted and is not applied: whoever made it may be dead, which is seen, or frozen. Servers that are slow are
+not told all over again of what is on its way to them: each worker that waits would tell them, and make them slower."""
 
 
 class FreeRunning(Registered):
@@ -199,26 +200,30 @@ class FreeRunning(Registered):
         self._heard = count
 
     def _while_pulling(self) -> Callable[[float], None]:
-        told = 0.0
+        due = _LOOK_AFTER_S
 
         def check(seconds: float) -> None:
-            nonlocal told
+            nonlocal due
             self._check(seconds)
-            if seconds - told > _UNHEARD_AFTER_S:
-                told = seconds
-                self._tell_unheard()
+            if seconds > due:
+                due = seconds + min(seconds, 1.0)
+                self._tell_unheard(self._seat.lost() if seconds < _PATIENCE_S else None)
 
         return check
 
-    def _tell_unheard(self) -> None:
-        """Somebody's push was counted, and some server has not heard of it: from now on it has.
+    def _tell_unheard(self, by: Sequence[int] | None) -> None:
+        """Somebody's push was counted, and some server has not heard of it: from now on it has. Only of these workers' pushes,
+        if they are named.
 
         One that does not lead all of these fragments any more refuses it, for all of them. The pull would not be told: it may
         wait for one that is still led there, and for just this push. So a refusal is looked at: what is pulled is where the
         next layout says, and so is whom to tell."""
         (reply,) = self._holders.wait([self._holders.out([self._place], Unheard(self._heard))])
         tail: Tail = reply.message
-        told = [call for entry in tail.entries for call in self._apply(entry.count, memoryview(entry.update))]
+        told: list[Future[Reply]] = []
+        for entry in tail.entries:
+            if by is None or msgspec.msgpack.decode(entry.update, type=Update).push[0] in by:
+                told += self._apply(entry.count, memoryview(entry.update))
         self._holders.wait(told, self._check)
 
 

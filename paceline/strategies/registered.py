@@ -100,14 +100,17 @@ class Registered(ABC):
 
     # a stretch
 
-    def begin_stretch(self, total: int, epoch: int, loader: int, notes: Callable[[], bytearray]) -> Begun:
-        begun: Begun = self._ask(self._beginning(total, epoch, loader)).message
+    def begin_stretch(
+        self, total: int, epoch: int, loader: int, notes: Callable[[], bytearray], last: int = 0
+    ) -> Begun:
+        """With so many micro-batches, and with the run's step `last` at the latest, if there is one."""
+        begun: Begun = self._ask(self._beginning(total, epoch, loader, last)).message
         if not begun.noted:
             self._ask(Notes(self._stretch, [self._place]), memoryview(notes()))
         return begun
 
-    def _beginning(self, total: int, epoch: int, loader: int) -> Begin:
-        return Begin(self._seat.worker, self._stretch, total, epoch, loader)
+    def _beginning(self, total: int, epoch: int, loader: int, last: int) -> Begin:
+        return Begin(self._seat.worker, self._stretch, total, epoch, loader, last=last)
 
     def enter(self) -> memoryview:
         """In the middle of a stretch: what a newcomer needs to know."""

@@ -70,6 +70,16 @@ class Rhythm:
         """
         return step > self.overlap and self.gives(step - self.overlap) is not None
 
+    def meets_within(self, step: int, steps: int) -> bool:
+        """Whether something that is given behind this step comes in before so many more are done.
+
+        >>> [Rhythm(4, SGD()).meets_within(10, steps) for steps in (2, 3)]
+        [False, True]
+        >>> [Rhythm(4, SGD(), overlap=1).meets_within(8, steps) for steps in (5, 6)]
+        [False, True]
+        """
+        return any(self.takes(later) for later in range(step + self.overlap + 1, step + steps))
+
 
 def parse(text: str) -> Rhythm:
     """

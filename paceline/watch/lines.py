@@ -6,6 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+LAST_WORDS = "--- paceline: how this worker ended ---"
+LAST_WORDS_END = "--- paceline: end of that ---"
+"""In a log, what stands between them is told to the leader too: a terminal shows it once, with the failure that it belongs to."""
+
+
+class Unsaid:
+    """What a terminal shows of a worker's log: without what the leader was told, which may begin behind an unfinished line.
+
+    >>> unsaid = Unsaid()
+    >>> [unsaid.of(line) for line in ("said\\n", f" 50%|##{LAST_WORDS}\\n", "ValueError\\n", f"{LAST_WORDS_END}\\n", "more\\n")]
+    ['said\\n', ' 50%|##', '', '', 'more\\n']
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def of(self, line: str) -> str:
+        if line.rstrip() == LAST_WORDS_END:  # also one whose beginning was before this terminal's
+            self._told = False
+            return ""
+        if self._told:
+            return ""
+        before, mark, _ = line.partition(LAST_WORDS)
+        self._told = bool(mark)
+        return before
+
 
 class Follower:
     """New text of a file that another process writes; lines are given whole, or as far as a \\r."""

@@ -125,6 +125,7 @@ def summary_rows(summary: dict[str, Any], path: str) -> list[tuple[str, str]]:
         ("speed", _speed_words(summary)),
         ("time", "  ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items())),
         ("workers", _workers_words(summary)),
+        ("recovered", _recovered_words(summary)),
         ("rounds", _rounds_words(summary)),
         ("sent", _sent_words(summary)),
         ("weights", str(summary.get("weights_sha256", ""))),
@@ -155,6 +156,19 @@ def _workers_words(summary: dict[str, Any]) -> str:
     known += [str(summary["strategy"])] if "strategy" in summary else []
     known += [f"{counted(len(summary['dropped']), 'replica')} dropped"] if summary.get("dropped") else []
     return ", ".join(known)
+
+
+def _recovered_words(summary: dict[str, Any]) -> str:
+    """
+    >>> _recovered_words({"recoveries": 1, "longest_gap_s": 0.5637, "median_step_s": 0.0844})
+    'from 1 loss; longest gap between steps 0.564 s, a step 0.0844 s'
+    """
+    if not summary.get("recoveries"):
+        return ""
+    losses = "1 loss" if summary["recoveries"] == 1 else f"{summary['recoveries']} losses"
+    gaps = (("longest_gap_s", "longest gap between steps"), ("median_step_s", "a step"))
+    known = [f"{words} {summary[key]:.3g} s" for key, words in gaps if summary.get(key)]
+    return f"from {losses}" + (f"; {', '.join(known)}" if known else "")
 
 
 def _rounds_words(summary: dict[str, Any]) -> str:

@@ -19,12 +19,17 @@ from paceline.cluster.board import Board, Stop
 from paceline.cluster.link import LeaderLink
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.watch.folder import RunFolder
-from paceline.watch.lines import Fold, Follower
+from paceline.watch.lines import Fold, Follower, Unsaid
 from paceline.watch.terminal import Terminal
 
 _TICK_S = 0.1
 _LOST_S = 6.0
 _GOES_S = 5.0
+
+_STOPPING = {
+    Stop.CTRL_C: "stopping after this step; press Ctrl-C again to kill",
+    Stop.SIGTERM: f"{Stop.SIGTERM.words}: stopping after this step; SIGTERM once more kills",
+}
 
 
 class Viewer:
@@ -32,12 +37,14 @@ class Viewer:
         self._folder, self._place, self._terminal, self._show = folder, place, terminal, show
         self._events = Follower(folder.events)
         self._logs: dict[int, Follower] = {}
+        self._unsaid: dict[int, Unsaid] = {}
         self._fold = Fold()
         self._board: Board | None = None
         self._members: list[int] = []
         self._link = LeaderLink(place.address, place.secret, messages.Watch(), self._fence, _LOST_S)
-        self._interrupts = self._told = self._acknowledged = 0
-        """How often Ctrl-C was pressed, and told to the leader, and how often that has said that it knows."""
+        self._interrupts: list[Stop] = []
+        self._told = self._acknowledged = 0
+        """Ctrl-C, or SIGTERM; how many of them were told to the leader, and of how many that has said that it knows."""
         self._told_stop = False
         self._leader = -1
         self._failure: dict[str, Any] | None = None
@@ -52,7 +59,7 @@ class Viewer:
             while self._exit_code is None:
                 self._listen()
                 self._follow()
-                if self._interrupts > self._told:
+                if len(self._interrupts) > self._told:
                     self._tell_interrupt()
             self._wait_for_leader()
             self._follow(last=True)
@@ -69,7 +76,7 @@ class Viewer:
         return self._board.leader if self._board is not None else self._place.fence()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
+        self._interrupts.append(Stop.SIGTERM if signum == signal.SIGTERM else Stop.CTRL_C)
 
     # the leader
 
@@ -136,15 +143,15 @@ class Viewer:
                 self._exit_code = code
 
     def _tell_interrupt(self) -> None:
+        who, kill = self._interrupts[self._told], self._told > 0
         self._told += 1
-        kill = self._told > 1
         if not kill and not self._told_stop:
             self._told_stop = True
-            self._terminal.notice("stopping after this step; press Ctrl-C again to kill")
+            self._terminal.notice(_STOPPING[who])
         try:
             if not self._link.connected:
                 self._connect()
-            self._link.send(messages.Stop(Stop.CTRL_C, kill))
+            self._link.send(messages.Stop(who, kill))
         except OSError:
             self._hang_up()  # there may be a new leader by the next tick
 
@@ -167,7 +174,7 @@ class Viewer:
             self._terminal.notice(event["notice"])
         match event.get("event"):
             case "failed":
-                self._follow_logs(last=True)  # what was printed before; the traceback itself comes once, at the end
+                self._follow_logs(last=True)  # what was printed before
                 self._failure = event
             case "ended":
                 self._exit_code = event["exit_code"]
@@ -190,7 +197,8 @@ class Viewer:
             number = int(path.stem.removeprefix("worker-"))
             if self._show != "all" and number != main:
                 continue
-            for line in self._logs.setdefault(number, Follower(path)).read(last):
+            unsaid = self._unsaid.setdefault(number, Unsaid())
+            for line in filter(None, map(unsaid.of, self._logs.setdefault(number, Follower(path)).read(last))):
                 if self._show == "all" and not line.endswith("\r"):
                     self._fold.add(number, line, now)
                 else:

@@ -40,10 +40,11 @@ ROW = {
 FINE = {**ROW, "run": "mine", "exit": "finished"}
 
 
-def test_without_a_width_everything_is_listed_whole() -> None:
+def test_without_a_width_only_a_long_exit_is_cut() -> None:
     head, first, second = listing([ROW, FINE], None)
     assert head.split() == list(ROW)
-    assert all(value in first for value in ROW.values())
+    assert all(value in first for name, value in ROW.items() if name != "exit")
+    assert f"  {ROW['exit'][:59]}…  800 " in first
     assert first.index("800") == second.index("800") == head.index("steps")
 
 
@@ -64,10 +65,11 @@ def test_the_time_goes_first_and_the_exit_is_cut_with_an_ellipsis() -> None:
 def test_runs_are_listed_on_one_line_each(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "a-run-with-a-very-long-name-of-its-own-that-is-longer-than-most")
     run.write_json(run.config, {"settings": {"workers": 2, "slots": 4}, "started": time.time()})
-    run.write_json(run.summary, {"exit": "stopped:\n" + "because " * 20})
+    run.write_json(run.summary, {"exit": "failed: two things:\n" + "because " * 20})
     lines = call("runs", "--runs", str(tmp_path)).output.splitlines()
-    assert len(lines) == 2 and run.id in lines[1] and ("because " * 20).strip() in lines[1]
+    assert len(lines) == 2 and run.id in lines[1] and "failed: two things: …  " in lines[1]
     assert lines[1].split()[-2:] == ["2", "4"]
+    assert call("show", "--runs", str(tmp_path), run.id).output.count("because") == 20
 
 
 # show

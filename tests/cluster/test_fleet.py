@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -215,8 +216,13 @@ class Servers(RuleBasedStateMachine):
             assert max(self.fleet.since[fragment].values()) <= self.fleet.number
 
 
-Servers.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
-TestFleet = Servers.TestCase
+class MoreServers(Servers):
+    """The same, for longer."""
+
+
+TestFleet, TestFleetForLonger = Servers.TestCase, pytest.mark.long(MoreServers.TestCase)
+TestFleet.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestFleetForLonger.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 
 
 def three_servers(replicas: int = 2, fragments: int = 3) -> Fleet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,17 +159,41 @@ def wait_for_words(capfd: pytest.CaptureFixture[str], words: str) -> None:
         time.sleep(0.001)
 
 
+class Full:
+    """A log on a full disk."""
+
+    def __init__(self) -> None:
+        self.written = threading.Event()
+
+    def write(self, words: str) -> int:
+        self.written.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Of the log, from here on: between a fixture and its test pytest puts its own there. Set when something was written."""
+    full = Full()
+    monkeypatch.setattr(sys, "stderr", full)
+    return full.written
+
+
 def test_a_log_on_a_full_disk_does_not_close_the_door(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = threading.Event()
-
-    class Full:
-        def write(self, words: str) -> int:
-            written.set()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(listener.sys, "stderr", Full())
+    written = fill_the_disk(monkeypatch)
     with wire.connect(door.address, SECRET) as guest:
         guest.sendall(b"\xff\xff\xff\x7f")
+        assert hung_up(guest)
+    assert written.wait(PATIENCE_S)
+    assert_open(door)
+
+
+def test_nor_does_it_where_a_handlers_mistake_is_written_there(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = fill_the_disk(monkeypatch)
+
+    def wrong(label: Heal, sock: socket.socket) -> None:
+        raise KeyError("a mistake")
+
+    door.serve(Heal, wrong)
+    with ring(door.address, Heal(3)) as guest:
         assert hung_up(guest)
     assert written.wait(PATIENCE_S)
     assert_open(door)

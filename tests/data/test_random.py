@@ -52,8 +52,8 @@ def some_numbers() -> tuple[object, ...]:
 @given(
     before=st.lists(st.sampled_from(sorted(DRAWS)), max_size=3), seeds=st.lists(st.integers(0, 2**63 - 1), max_size=3)
 )
-def test_each_generator_is_as_its_own_seeding_leaves_it(before: list[str], seeds: list[int]) -> None:
-    """Whatever was drawn before, and whether it was seeded then or not."""
+def test_a_seed_leaves_nothing_of_what_was_before(before: list[str], seeds: list[int]) -> None:
+    """Whatever was drawn, and whether it was seeded then or not; torch's and numpy's are as their own seeding leaves them."""
     with seeded(0):
         for seed in [1, *seeds]:
             set_seed(seed)
@@ -62,10 +62,20 @@ def test_each_generator_is_as_its_own_seeding_leaves_it(before: list[str], seeds
         seed = seeds[0] if seeds else 2**31 + 5
         set_seed(seed)
         got = some_numbers()
-        random.seed(seed)
+        Asked().seed(seed, b"")
+        assert got == some_numbers()
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        assert got == some_numbers()
+        assert got[2:] == some_numbers()[2:]
+
+
+def test_pythons_numbers_are_others_than_numpys(watched: Twisters) -> None:
+    """Which are torch's, as they are where a script seeds both; but random.random() before np.random.random() is common."""
+    set_seed(5)
+    mine, numpys = [random.random() for _ in range(2000)], np.random.random(2000)
+    assert not set(mine) & set(numpys.tolist())
+    assert abs(float(np.corrcoef(mine, numpys)[0, 1])) < 0.1
+    assert abs(float(np.mean(mine)) - 0.5) < 0.03
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -111,13 +121,43 @@ def test_another_generator_behind_numpys_functions_is_watched_too(watched: Twist
         np.random.set_bit_generator(own)
 
 
+def test_a_generator_behind_numpys_functions_that_is_no_twister(watched: Twisters) -> None:
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        set_seed(5)
+        assert untouched()
+        first = np.random.standard_normal(3).tolist()
+        assert not untouched()
+        set_seed(5)
+        assert untouched() and np.random.standard_normal(3).tolist() == first
+    finally:
+        np.random.set_bit_generator(own)
+
+
+def test_the_second_of_a_pair_that_was_put_there_is_gone_with_the_next_seed(watched: Twisters) -> None:
+    """As by who saves the state, draws, and brings it back."""
+    set_seed(5)
+    first = np.random.standard_normal(), random.gauss(0, 1)
+    set_seed(4)
+    np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": 0.123})
+    random.setstate((*random.getstate()[:2], 0.123))
+    assert not untouched()
+    set_seed(5)
+    assert (np.random.standard_normal(), random.gauss(0, 1)) == first
+
+
 def test_what_is_found_is_used_only_where_it_proves_true(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(twisters.find()) is Found
 
     class Astray(Found):
-        def copy_to_numpy(self, before: bytes) -> bool:
+        def seed(self, seed: int, before: bytes) -> None:
+            super().seed(seed, before)
             self._numpy_state[7] ^= 1
-            return True
+
+    class Misnamed(Found):
+        def name(self, seed: int) -> None:
+            self._numpy_state[:8] = seed.to_bytes(8, "little")
 
     class Blind(Found):
         def read(self) -> bytes:
@@ -127,7 +167,7 @@ def test_what_is_found_is_used_only_where_it_proves_true(monkeypatch: pytest.Mon
         def __init__(self) -> None:
             raise ValueError
 
-    for kind in (Astray, Blind, Elsewhere):
+    for kind in (Astray, Misnamed, Blind, Elsewhere):
         before = np.random.get_state()[1].copy()
         monkeypatch.setattr(twisters, "Found", kind)
         assert type(twisters.find()) is Asked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from paceline.faults.marked import VARIABLE, end_marked, marked
 from tests.end_to_end.launching import COMMAND, TIMEOUT_S, environment
+from tests.forked import Popen
 
 DYING = """
 def at(moment):
@@ -40,7 +40,7 @@ class Doomed:
         self._deadline = time.monotonic() + TIMEOUT_S
         command = [*COMMAND, "run", "--runs", "runs", "--name", "it", "-n", str(workers), *flags]
         with open(self._out, "wb") as out:
-            self._command = subprocess.Popen(
+            self._command = Popen(
                 [*command, str(script)],
                 cwd=folder,
                 env=environment() | {VARIABLE: self._mark},

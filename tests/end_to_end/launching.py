@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.cluster.store import LocalStore
+from tests.forked import Popen
 from tests.leaks import end_processes_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 90
 COMMAND = [sys.executable, "-m", "paceline"]
-WAITS = "run.step >= 300"
+WAITS = "run.step >= 100"
 """In scripts that wait at this step until they are let go."""
 
 HEAD = """
@@ -91,19 +92,18 @@ def write_script(folder: Path, text: str, name: str = "train.py") -> Path:
 
 def paceline(*arguments: str, cwd: Path, timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """The command to its end. A run outlives its terminal: one that takes too long is ended as a whole."""
-    try:
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            cwd=cwd,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        _print_what_happened(cwd)
-        end_processes_of(cwd)
-        raise
+    command = [*COMMAND, *arguments]
+    with Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            _print_what_happened(cwd)
+            end_processes_of(cwd)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _print_what_happened(folder: Path) -> None:
@@ -137,13 +137,20 @@ class Going:
 
     def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
         self.folder, self.process = folder, process
+        self._read: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {}
 
     def lines(self, name: str) -> list[dict[str, Any]]:
+        """Of a file that is written to its end only. It is asked for every few milliseconds: read when it has changed."""
+        path = self.folder / name
         try:
-            text = (self.folder / name).read_text()
+            now = path.stat()
+            stamp = (now.st_ino, now.st_size, now.st_mtime_ns)
+            if name not in self._read or self._read[name][0] != stamp:
+                text = path.read_text()
+                self._read[name] = stamp, [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         except OSError:
             return []
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return self._read[name][1]
 
     def wait_for(self, what: Callable[[], Any], words: str) -> Any:
         deadline = time.monotonic() + PATIENCE_S
@@ -195,7 +202,7 @@ def finish(run: Going) -> None:
 @contextmanager
 def going(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> Iterator[Going]:
     path = write_script(folder, script)
-    process = subprocess.Popen(
+    process = Popen(
         [*COMMAND, "run", "--runs", "runs", "--name", "it", *flags, str(path), *args],
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.store import LocalStore
 from tests.end_to_end.launching import COMMAND, HEAD, PATIENCE_S, Going, environment, finish, write_script
+from tests.forked import Popen
 from tests.leaks import end_processes_of, processes_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ go, coming = run.dir / "go", run.dir / f"coming-{run._session.worker}"
 run.prepare(model, optimizer, loader)
 if run._session.joining:
     coming.touch()
-for epoch in run.epochs(100):
+for epoch in run.epochs(45):
     for batch in loader:
         for x, y in run.slots():
             loss = F.cross_entropy(model(x), y)
@@ -41,9 +42,9 @@ for epoch in run.epochs(100):
         if coming.exists() and not run._session.joining:
             coming.unlink()
         # From here on it crawls, and only as far as a change of its members needs, until it is let go.
-        while run.step >= 300 and not go.exists():
+        while run.step >= 100 and not go.exists():
             if run._session.board.next_term or any(run.dir.glob("coming-*")):
-                time.sleep(0.03)
+                time.sleep(0.04)
                 break
             time.sleep(0.001)
 """
@@ -176,7 +177,7 @@ def _command_of(pid: int) -> bytes:
 
 
 def start(command: list[str], folder: Path, network: Network | None, machine: int) -> subprocess.Popen[str]:
-    popen = subprocess.Popen if network is None else network.machines[machine].popen
+    popen = Popen if network is None else network.machines[machine].popen
     return popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

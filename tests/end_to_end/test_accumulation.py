@@ -25,7 +25,7 @@ for epoch in run.epochs(12):
             optimizer.zero_grad()
         while run.step in hold and not run._session.board.next_term and run._session.view.term < 3:
             time.sleep(0.001)   # until a newcomer is announced
-        while run.step in (5, 9, 13) and run.settings.checkpoint_every and not run.resumed and not written():
+        while run.step in (6, 10, 14) and run.settings.checkpoint_every and not run.resumed and not written():
             time.sleep(0.001)
         for x, y in run.slots():
             (F.cross_entropy(model(x), y) / 5).backward()
@@ -52,9 +52,9 @@ def test_a_newcomer_goes_on_with_them(tmp_path: Path, flags: tuple[str, ...], un
 
 
 def test_a_resume_goes_on_with_them(tmp_path: Path, undisturbed: str) -> None:
-    flags = ("-n", "2", "--slots", str(SLOTS), "--checkpoint-every", "4", "--fault", "kill everything @step 14")
+    flags = ("-n", "2", "--slots", str(SLOTS), "--checkpoint-every", "4", "--fault", "kill everything @step 15")
     assert launch(tmp_path, SCRIPT, *flags).code != 0
     done = paceline("resume", "it", "-n", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "going on from step 12" in done.stderr
+    assert "going on from step 13" in done.stderr
     assert json.loads((tmp_path / "runs" / "it" / "summary.json").read_text())["weights_sha256"] == undisturbed

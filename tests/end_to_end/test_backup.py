@@ -13,7 +13,7 @@ from tests.end_to_end.launching import BODY, HEAD, Result, launch, paceline, wri
 from tests.end_to_end.test_failures import left_processes
 from tests.end_to_end.test_same_bits import flattened
 
-EPOCHS = 10
+EPOCHS = 6
 STEPS = 4 * EPOCHS
 TRAINS = """
 import time
@@ -66,11 +66,11 @@ def check(done: Result, weights: str) -> None:
 PLANS = {
     "a slow worker": (SLOW,),
     "main is slow": ("slow main x4",),
-    "the slow worker is killed": (SLOW, "kill worker:2 @step 20"),
-    "the worker that helps is killed": (SLOW, "kill main @step 20"),
-    "a server is killed": (SLOW, "kill server:0 @step 20"),
-    "a server and the slow worker are killed": (SLOW, "kill server:1 @step 20", "kill worker:2 @step 20"),
-    "a server and the worker that helps are killed": (SLOW, "kill server:0 @step 20", "kill worker:0 @step 20"),
+    "the slow worker is killed": (SLOW, "kill worker:2 @step 12"),
+    "the worker that helps is killed": (SLOW, "kill main @step 12"),
+    "a server is killed": (SLOW, "kill server:0 @step 12"),
+    "a server and the slow worker are killed": (SLOW, "kill server:1 @step 12", "kill worker:2 @step 12"),
+    "a server and the worker that helps are killed": (SLOW, "kill server:0 @step 12", "kill worker:0 @step 12"),
 }
 
 
@@ -91,11 +91,19 @@ def test_a_checkpoint_is_of_one_moment_though_main_is_slow(tmp_path: Path, weigh
     script = write_script(tmp_path, TRAINS)
     flags = [*BACKUP[2:], "--slots", "4", "--checkpoint-every", "6", *faults("slow main x4")]
     doomed = Doomed(tmp_path, script, 4, flags)
-    doomed.wait_for((doomed.folder / "checkpoints" / "step-00000024" / "manifest.json").exists)
+    doomed.wait_for((doomed.folder / "checkpoints" / "step-00000013" / "manifest.json").exists)
     doomed.kill()
     done = paceline("resume", "--runs", "runs", "it", "-n", "2", "--servers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((doomed.folder / "summary.json").read_text())["weights_sha256"] == weights
+
+
+def test_one_who_comes_where_a_checkpoint_is_due(tmp_path: Path, weights: str) -> None:
+    """The others meet about it: before it is one of them."""
+    flags = ("-n", "2", "--slots", "4", "--spares", "1", "--strategy", "ps+backup:1", "--servers", "1")
+    done = launch(tmp_path, TRAINS, *flags, "--checkpoint-every", "1", *faults("kill worker:1 @step 5"))
+    check(done, weights)
+    assert any(event["event"] == "joined" for event in done.events()), {event["event"] for event in done.events()}
 
 
 def test_a_stop_that_a_slow_worker_asks_for_is_taken_by_all_at_one_step(tmp_path: Path) -> None:

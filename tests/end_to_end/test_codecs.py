@@ -18,8 +18,8 @@ CODED = SCRIPT.replace(
         if f"{run._session.worker}:{run.step}:open" in orders:""",
 )
 ORDERS = {
-    "int8": ("3:6:gather", "0:9:second share", "hold:20:4", "1:30:second loop"),
-    "powersgd:2": ("2:0:backward", "1:7:total", "hold:20:4", "0:40:reduced"),
+    "int8": ("3:6:gather", "0:9:second share", "hold:20:4", "1:26:second loop"),
+    "powersgd:2": ("2:0:backward", "1:7:total", "hold:20:4", "0:28:reduced"),
 }
 """Four workers become two, one comes, and one more dies."""
 
@@ -37,8 +37,8 @@ def test_the_same_bits_whoever_dies(tmp_path: Path, codec: str, alone: Alone) ->
 def test_servers_come_to_the_bits_of_allreduce_whoever_dies(tmp_path: Path, alone: Alone) -> None:
     """Also a server that has half of a step; its copy and a newcomer go on."""
     one = alone(tmp_path, CODED, slots=12, strategy="allreduce+topk:0.1", args=("small", "0"))
-    orders = ("2:0:backward", "0:9:second share", "hold:20:4", "1:30:second loop")
-    faults = ("--fault", "kill server:0 @step 12", "--fault", "kill server:1 @step 35")
+    orders = ("2:0:backward", "0:9:second share", "hold:20:4", "1:26:second loop")
+    faults = ("--fault", "kill server:0 @step 12", "--fault", "kill server:1 @step 27")
     flags = ("-n", "4", *SLOTS, "--servers", "2", "--strategy", "ps+topk:0.1", *faults)
     done = launch(tmp_path, CODED, *flags, args=("small", "0", *orders))
     check(done, learned(one), tmp_path, 3)
@@ -78,9 +78,9 @@ def test_a_death_on_several_machines_takes_the_run_back_to_a_checkpoint_with_all
         run.wait_for_step(50)
         run.kill(3)
         told = run.wait_for(run.event("rolled back"), "the way back")
-        assert told["step"] >= 40 and told["step"] % 20 == 0
+        assert told["step"] > 40 and told["step"] % 20 == 1, "not at the end of an epoch, of 4 steps"
         run.wait_for(lambda: len(run.workers_on(0)) == len(run.workers_on(1)) == 2, "those who begin again")
-        run.wait_for_step(150)
+        run.wait_for_step(90)
         run.kill_machine(1)
         run.wait_for(lambda: len(run.every("rolled back")) == 2, "the way back")
         finish(run)

@@ -17,14 +17,14 @@ SCRIPT = (
 import time
 go = run.dir / "go"
 run.prepare(model, optimizer, loader)
-for epoch in run.epochs(100):
+for epoch in run.epochs(50):
     for batch in loader:
         for x, y in run.slots():
             F.cross_entropy(model(x), y).backward()
         optimizer.step(); optimizer.zero_grad()
         run.log(loss=0.0)
         # From here on it goes only as far as a change of its members needs, until it is let go.
-        while run.step >= 300 and run.step % 10 == 0 and not run._session.board.next_term and not go.exists():
+        while run.step >= 100 and run.step % 10 == 0 and not run._session.board.next_term and not go.exists():
             time.sleep(0.001)
 """
 )
@@ -40,7 +40,7 @@ def lead_on(run: Going) -> int:
 
 
 def test_three_leaders_in_a_row_and_a_worker_afterwards(tmp_path: Path, seed: int, weights: str) -> None:
-    step = random.Random(seed).randrange(1, 250)
+    step = random.Random(seed).randrange(1, 90)
     print(f"from step {step} on")
     with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4") as run:
         run.wait_for_step(step)
@@ -159,7 +159,7 @@ def test_a_thawed_worker_changes_nothing_even_if_the_kill_came_too_late(
         run.wait_for_step(40)
         run.kill(0, by=signal.SIGSTOP)
         run.wait_for(run.event("joined", worker=3), "a replacement")
-        run.wait_for_step(200)
+        run.wait_for_step(95)
         run.kill(0, by=signal.SIGCONT)
         thawed = run.wait_for(run.event("worker ended", worker=0), "the thawed worker's end")
         finish(run)
@@ -171,8 +171,8 @@ def test_a_thawed_worker_changes_nothing_even_if_the_kill_came_too_late(
 
 
 def test_a_worker_that_is_cut_off_trains_on(tmp_path: Path, weights: str) -> None:
-    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--fault", "cut worker:1 @step 50 for 0.5s") as run:
-        run.wait_for_step(290)
+    with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--fault", "cut worker:1 @step 10 for 0.5s") as run:
+        run.wait_for_step(95)
         finish(run)
         result = ended(run)
     assert result.weights == weights
@@ -224,7 +224,8 @@ def test_scale_up_and_down_while_it_trains(tmp_path: Path, weights: str) -> None
         refused = paceline("scale", "it", "-n", "5", cwd=tmp_path)
         assert refused.returncode == 2 and "5 workers for 4 slots" in refused.stderr
         assert paceline("scale", "it", "-n", "4", cwd=tmp_path).returncode == 0
-        run.wait_for(run.event("joined", worker=3), "the fourth worker")
+        for worker in (2, 3):  # in any order; who has not joined yet would be ended, and could not leave
+            run.wait_for(run.event("joined", worker=worker), f"worker {worker}")
         assert paceline("scale", "it", "-n", "1", cwd=tmp_path).returncode == 0
         for worker in (1, 2, 3):
             run.wait_for(run.event("worker ended", worker=worker, exit_code=0), f"worker {worker}'s leave")

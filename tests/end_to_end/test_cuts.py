@@ -41,7 +41,7 @@ def wait_until_back(run: Spread, machine: int) -> None:
 def test_a_machine_is_cut_off(tmp_path: Path, machine: int, weights: str, network: Network, store: str) -> None:
     """The one that leads, or another."""
     with spread(tmp_path, SCRIPT, 3, *FLAGS, "--store", store, network=network) as run:
-        run.wait_for_step(20)
+        run.wait_for_step(10)
         step = max(line["step"] for line in run.lines("metrics.jsonl"))
         network.machines[machine].cut()
         lost = run.wait_for_event("view", term=2)

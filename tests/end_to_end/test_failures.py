@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import BODY, HEAD, environment, launch, write_script
+from tests.end_to_end.launching import BODY, HEAD, environment, launch, paceline, write_script
 from tests.leaks import shared_files
 
 FAILING = (
@@ -72,6 +73,39 @@ def test_a_failing_worker_ends_the_run(tmp_path: Path, how: str) -> None:
         assert "Fatal Python error: Segmentation fault" in result.err
 
 
+@pytest.mark.parametrize("how", ["raise ValueError('boom')", "sys.exit('boom')"])
+def test_last_words_behind_an_unfinished_line_are_told_once(tmp_path: Path, how: str) -> None:
+    """A progress bar ends its line with the next one's beginning."""
+    result = launch(tmp_path, f"import sys\nsys.stderr.write('begun\\n\\r 50%|###')\n{how}\n", "-n", "1")
+    assert result.code == 1 and "boom" in result.last_line and "boom" not in result.out
+    assert result.out.splitlines() == ["begun", " 50%|###"] and "---" not in result.err
+
+
+LATE = """
+import os, sys
+from paceline.cluster.link import LeaderLink
+
+class Late:
+    flush = sys.stderr.flush
+    def write(self, text):   # as another thread might, or faulthandler
+        sys.__stderr__.write(text); sys.__stderr__.flush(); os.write(2, b"behind it\\n")
+
+sys.stderr = Late()
+"""
+
+
+def test_what_is_said_behind_the_last_words_is_shown(tmp_path: Path) -> None:
+    result = launch(tmp_path, LATE + "raise ValueError('boom')", "-n", "1")
+    assert result.code == 1 and "ValueError: boom" in result.last_line
+    assert result.out.splitlines() == ["behind it"] and "---" not in result.err
+
+
+def test_what_no_leader_could_be_told_is_shown_from_the_log(tmp_path: Path) -> None:
+    unheard = "LeaderLink._once = lambda *_: (_ for _ in ()).throw(OSError())\n"
+    result = launch(tmp_path, LATE + unheard + "sys.exit('boom')", "-n", "1")
+    assert result.code == 1 and result.out.splitlines() == ["boom", "behind it"] and "---" not in result.err
+
+
 def test_a_syntax_error_starts_nothing(tmp_path: Path) -> None:
     result = launch(tmp_path, "def broken(:\n", "-n", "3")
     assert result.code == 2 and "SyntaxError" in result.err and "does not compile" in result.last_line
@@ -124,6 +158,18 @@ def test_ctrl_c_once_stops_cleanly(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "stopping after this step" in err and "interrupted (Ctrl-C)" in err and "weights" in err
     assert left_processes(str(tmp_path)) == []
+
+
+def test_sigterm_to_the_command_is_told_as_what_it_was(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "told to end (SIGTERM): stopping after this step" in err and "Ctrl-C" not in err and "weights" in err
+    shown = paceline("show", "last", cwd=tmp_path).stdout
+    assert re.search(r"exit +told to end \(SIGTERM\)", shown)
+    launched = re.search(r"launched .* (paceline run .*)", shown)
+    assert launched and launched[1] == f"paceline run -n 2 --name it {tmp_path}/train.py"
 
 
 def test_ctrl_c_twice_kills(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import BODY, HEAD, Result, ended, finish, going, launch, paceline
 
 SUMS = Path(__file__).parents[2] / "benchmarks" / "sums.py"
-EPOCHS = 3
+EPOCHS = 2
 STEPS = 50 * EPOCHS
 
 
@@ -30,7 +30,7 @@ def sums(folder: Path, *flags: str, pause: str = "0") -> Result:
 
 
 def test_every_push_counts_once_when_a_worker_main_a_server_and_the_coordinator_are_killed(tmp_path: Path) -> None:
-    plan = ("kill worker:1 @step 20", "kill server:0 @step 40", "kill main @step 70", "kill coordinator @step 90")
+    plan = ("kill worker:1 @step 15", "kill server:0 @step 30", "kill main @step 50", "kill coordinator @step 65")
     faults = [word for fault in plan for word in ("--fault", fault)]
     done = sums(tmp_path, "-n", "3", "--servers", "2", "--strategy", "async", *faults, pause="0.005")
     exact(done)
@@ -58,7 +58,7 @@ if run.is_main:
 
 def test_what_a_codec_keeps_is_neither_lost_nor_counted_twice_whoever_is_killed(tmp_path: Path) -> None:
     """Whole numbers, of which a message has the largest: what was pushed and what is kept are exactly what was given."""
-    plan = ("kill worker:1 @step 20", "kill server:0 @step 40", "kill main @step 70", "kill worker:2 @step 90")
+    plan = ("kill worker:1 @step 15", "kill server:0 @step 30", "kill main @step 50", "kill worker:2 @step 65")
     faults = [word for fault in plan for word in ("--fault", fault)]
     flags = ("-n", "3", "--servers", "2", "--strategy", "ssp:3+topk:0.01", *faults)
     done = launch(tmp_path, CODED, *flags, args=(str(EPOCHS), "0.005"))
@@ -122,14 +122,14 @@ def test_all_processes_are_killed_and_the_run_goes_on_from_a_checkpoint_with_oth
     """Also with what a codec had kept, of more workers than there are then."""
     flags = ("--slots", "4", "--servers", "2", "--strategy", strategy, "--checkpoint-every", "10")
     script = tmp_path / "train.py"
-    script.write_text(text.replace("sys.argv[1]", f"'{EPOCHS}'").replace("if len(sys.argv) > 1", "if True"))
+    script.write_text(text.replace("sys.argv[1]", "'3'").replace("if len(sys.argv) > 1", "if True"))
     doomed = Doomed(tmp_path, script, 3, flags)
     doomed.wait_for(lambda: len(list((doomed.folder / "checkpoints").glob("step-*/manifest.json"))) >= 2)
     doomed.kill()
     again = paceline("resume", "it", "-n", "2", "--servers", "1", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     summary = json.loads((doomed.folder / "summary.json").read_text())
-    exact(Result(0, again.stdout, again.stderr, doomed.folder, summary))
+    exact(Result(0, again.stdout, again.stderr, doomed.folder, summary), 3 * 50)
 
 
 def test_the_only_server_is_killed_and_no_push_counts_twice(tmp_path: Path) -> None:
@@ -142,16 +142,16 @@ def test_the_only_server_is_killed_and_no_push_counts_twice(tmp_path: Path) -> N
 def test_servers_come_and_go_while_workers_push(tmp_path: Path) -> None:
     flags = ("-n", "2", "--servers", "1", "--strategy", "async")
     # Never so fast that it is over before the last server has gone, and no longer than that.
-    crawls = "time.sleep(0.0 if (run.dir / 'go').exists() else 0.005 if run.step < 200 else 0.1)"
+    crawls = "time.sleep(0.0 if (run.dir / 'go').exists() else 0.005 if run.step < 100 else 0.25)"
     script = SUMS.read_text().replace("time.sleep(PAUSE_S)", crawls)
-    with going(tmp_path, script, *flags, args=("12",)) as run:
+    with going(tmp_path, script, *flags, args=("5",)) as run:
         run.wait_for_step(10)
         for servers, done in (("3", run.event("settled")), ("1", run.event("ending a server", server=2))):
             assert paceline("scale", "it", "--servers", servers, cwd=tmp_path).returncode == 0
             run.wait_for(done, f"--servers {servers}")
         finish(run)
         result = ended(run)
-    exact(result, 50 * 12)
+    exact(result, 5 * 50)
 
 
 TRAINS = (

@@ -15,7 +15,7 @@ from tests.end_to_end.killing import DYING
 from tests.end_to_end.launching import HEAD, Result, ended, going, launch
 from tests.end_to_end.test_failures import left_processes
 
-EPOCHS, STEPS, SAMPLES = 15, 60, 15 * 168
+EPOCHS, STEPS, SAMPLES = 8, 32, 8 * 168
 SLOTS = ("--slots", "12")
 
 SCRIPT = (
@@ -58,7 +58,7 @@ def score(batch):
     at("evaluate")
     return {"sum": model(batch[0]).sigmoid().sum(), "count": len(batch[0])}
 
-for epoch in run.epochs(15):
+for epoch in run.epochs(8):
     for batch in loader:
         at("batch")
         if f"{run._session.worker}:{run.step}:total" in orders:
@@ -193,7 +193,7 @@ MOMENTS = {
     "at the opening of a point; in evaluate": ["2:6:open", "1:8:evaluate"],
     "between two epochs; in a second reduce point": ["2:8:epoch", "0:11:second loop"],
     "at a step's start, and another in the retry": ["2:13:batch", "1:13:backward"],
-    "in the last step; at the end of the script": ["1:59:second share", "2:60:finish"],
+    "in the last step; at the end of the script": ["1:31:second share", "2:32:finish"],
 }
 
 
@@ -224,8 +224,8 @@ def test_replacements_carry_on_alone(tmp_path: Path, undisturbed: Undisturbed) -
 
 
 def test_joining_at_the_end_of_an_epoch_and_of_the_run(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Steps 7 and 59 are the last ones of their epochs: the newcomer goes straight to evaluate()."""
-    orders = ["1:5:batch", "hold:7:3", "2:57:batch", "hold:59:5"]
+    """Steps 7 and 31 are the last ones of their epochs: the newcomer goes straight to evaluate()."""
+    orders = ["1:5:batch", "hold:7:3", "2:29:batch", "hold:31:5"]
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
     check(result, undisturbed("small"), tmp_path, 2)
     assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [3, 4]

@@ -41,7 +41,7 @@ def test_a_worker_is_killed(tmp_path: Path, machine: int, seed: int, weights: st
     """Main among them; its machine starts another one, which is given the run's state over the network."""
     dice = random.Random(seed)
     with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS) as run:
-        run.wait_for_step(dice.randrange(1, 250))
+        run.wait_for_step(dice.randrange(1, 90))
         victim = dice.choice(sorted(run.workers_on(machine)))
         print(f"worker {victim}")
         run.kill(victim)
@@ -89,7 +89,7 @@ def test_a_newcomers_donor_is_killed(tmp_path: Path, weights: str) -> None:
 
 def test_a_machine_is_lost_and_another_one_comes(tmp_path: Path, seed: int, weights: str) -> None:
     with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS) as run:
-        run.wait_for_step(random.Random(seed).randrange(1, 250))
+        run.wait_for_step(random.Random(seed).randrange(1, 90))
         run.kill_machine(1)
         lost = run.wait_for(
             lambda: [e for e in run.lines("events.jsonl") if "was not heard of" in e["why"]], "its loss"

@@ -11,10 +11,11 @@ from tests.end_to_end.launching import BODY, HEAD, launch, paceline, write_scrip
 
 
 def mistake(tmp_path: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> str:
-    """Run it; check that it ended with 2 and one line, without a traceback; return that line."""
+    """Run it; check that it ended with 2 and one line, said once, without a traceback; return that line."""
     result = launch(tmp_path, script, *flags, args=args)
     assert result.code == 2, f"{result.code}\n{result.out}\n{result.err}"
     assert "Traceback" not in result.err + result.out
+    assert (result.err + result.out).count(result.last_line[-60:]) == 1, f"{result.out}\n{result.err}"
     return result.last_line
 
 

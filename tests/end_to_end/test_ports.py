@@ -20,8 +20,11 @@ def changed_lines(plain: Path, port: Path) -> int:
     return sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal")
 
 
-@pytest.mark.parametrize("name", ["mnist", "nanogpt", "dcgan"])
-def test_a_port_is_few_lines_and_one_hash(tmp_path: Path, name: str, alone: Alone) -> None:
+@pytest.mark.parametrize(("name", "steps"), [("mnist", 36), ("nanogpt", 24), ("dcgan", 24)])
+def test_a_port_is_few_lines_and_one_hash(tmp_path: Path, name: str, steps: int, alone: Alone) -> None:
+    """Some steps into the second epoch, or behind the second evaluation."""
     assert 0 < changed_lines(PORTS / f"{name}_plain.py", PORTS / f"{name}.py") <= 6
-    one = alone(tmp_path, PORTS / f"{name}.py", slots=6)
-    assert one.weights == launch(tmp_path, PORTS / f"{name}.py", "-n", "3", "--slots", "6").weights
+    one = alone(tmp_path, PORTS / f"{name}.py", slots=6, steps=steps)
+    assert (
+        one.weights == launch(tmp_path, PORTS / f"{name}.py", "-n", "3", "--slots", "6", "--steps", str(steps)).weights
+    )

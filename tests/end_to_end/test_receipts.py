@@ -90,7 +90,12 @@ def test_killed_at_random_steps(tmp_path: Path, one: Path, seed: int) -> None:
 def test_two_mains_killed_between_the_commit_and_the_receipt(tmp_path: Path) -> None:
     """The second one in the last step: only the end of the run is left to write what it has not."""
     result = launch(
-        tmp_path, test_kills.SCRIPT, "-n", "3", *SLOTS, args=("plain", "0", "0:7:reduced", "1:59:optimizer")
+        tmp_path,
+        test_kills.SCRIPT,
+        "-n",
+        "3",
+        *SLOTS,
+        args=("plain", "0", "0:7:reduced", f"1:{test_kills.STEPS - 1}:optimizer"),
     )
     assert result.code == 0 and result.summary["recoveries"] == 2, result.err
     code, said = outcome(result.folder)

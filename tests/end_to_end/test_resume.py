@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.cli.resume import refuse_what_trains_nothing
+from paceline.errors import UsageError
+from paceline.settings import Settings
 from paceline.state.checkpoint import listed
+from paceline.watch.folder import RunFolder
 from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import ended, going, launch, paceline, write_script
@@ -119,29 +124,195 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 loader = DataLoader(TensorDataset(torch.arange(60.0).view(20, 3) / 60), batch_size=4)
 run.prepare(model, optimizer, scheduler, loader)
 for epoch in run.epochs(4):
+    LOSS
     for _ in loader:
-        while run.step == 11 and not any(Path(run._session.folder.checkpoints).glob("step-*")):
+        STOP
+        while run.step == 12 and not any(Path(run._session.folder.checkpoints).glob("step-*")):
             time.sleep(0.001)
         for (x,) in run.slots():
-            model(x).sum().backward()
+            loss = model(x).sum()
+            loss.backward()
         optimizer.step(); optimizer.zero_grad()
     scheduler.step()   # once an epoch, also in one that is entered at its end
+    run.log(loss=loss.item())
 """
+EVERY_10 = ("-n", "2", "--slots", "2", "--checkpoint-every", "10", "--keep", "9")
+"""The script's epochs have 5 steps."""
 
 
-def test_an_epoch_that_is_entered_at_its_end_and_a_run_that_has_finished(tmp_path: Path) -> None:
-    flags = ("-n", "2", "--slots", "2", "--checkpoint-every", "10")
-    want = launch(tmp_path, AT_ITS_END, *flags, name="undisturbed").weights
-    script = write_script(tmp_path, AT_ITS_END)
-    faults = ("--fault", "kill everything @step 12")
-    paceline("run", "--runs", "runs", "--name", "it", *flags, *faults, str(script), cwd=tmp_path)
+def steps_written(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in listed(str(folder / "checkpoints"))]
+
+
+def test_no_checkpoint_is_at_an_epochs_end_except_the_last(tmp_path: Path) -> None:
+    """A name that only the body of the loop sets is there behind it, in a resumed run too."""
+    text = AT_ITS_END.replace("LOSS", "").replace("STOP", "")
+    undisturbed = launch(tmp_path, text, *EVERY_10, name="undisturbed")
+    want = undisturbed.weights
+    assert steps_written(undisturbed.folder) == [11, 20]
+    script = write_script(tmp_path, text)
+    faults = ("--fault", "kill everything @step 13")
+    paceline("run", "--runs", "runs", "--name", "it", *EVERY_10, *faults, str(script), cwd=tmp_path)
     done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
-    assert done.returncode == 0 and "epoch 2 is entered at its end" in done.stderr, done.stderr
+    assert done.returncode == 0 and "going on from step 11" in done.stderr, done.stderr
+    assert "entered at its end" not in done.stderr
     summary = tmp_path / "runs" / "it" / "summary.json"
     before = summary.read_text()
     assert json.loads(before)["weights_sha256"] == want
     again = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
     assert again.returncode == 2 and "run 'it' has finished" in again.stderr and summary.read_text() == before
+
+
+def test_a_finished_run_is_given_more_epochs_from_inside_its_last_one(tmp_path: Path) -> None:
+    text = AT_ITS_END.replace("LOSS", "").replace("STOP", "")
+    want = launch(tmp_path, text, *EVERY_10, "--epochs", "5", name="undisturbed").weights
+    folder = launch(tmp_path, text, *EVERY_10).folder
+    assert steps_written(folder) == [11, 20]
+    done = paceline("resume", "--runs", "runs", "it", "--epochs", "5", cwd=tmp_path)
+    assert done.returncode == 0 and "going on from step 11" in done.stderr, done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["weights_sha256"]) == (25, want)
+    verified = paceline("verify", "it", "undisturbed", cwd=tmp_path)
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_a_stop_at_an_epochs_end_is_kept_and_entered_there(tmp_path: Path) -> None:
+    """The script has been told to set the name before its loop."""
+    text = AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)")
+    want = launch(tmp_path, text.replace("STOP", ""), *EVERY_10, name="undisturbed").weights
+    stop = "if run.step == 9 and not run.resumed: run.stop('enough')"
+    stopped = launch(tmp_path, text.replace("STOP", stop), *EVERY_10)
+    assert stopped.summary["steps"] == 10 and steps_written(stopped.folder) == [10]
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 0 and "epoch 2 is entered at its end" in done.stderr, done.stderr
+    assert json.loads((stopped.folder / "summary.json").read_text())["weights_sha256"] == want
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("ps", [6, 11, 16, 20]),
+        ("local:2", [6, 12, 16, 20]),
+        ("diloco:7", [7, 14, 15, 20]),
+        ("streaming:4,2", [7, 13, 17, 20]),
+    ],
+)
+def test_a_worker_that_comes_where_one_was_put_off_knows_so(tmp_path: Path, strategy: str, expected: list[int]) -> None:
+    """Else it would wait where the others do not, or they for it. Where none is met within the next epoch, it is at an end."""
+    dies = "if run._session.worker == 1 and run.step == 10: os.kill(os.getpid(), 9)"
+    text = AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)").replace("STOP", f"run._keeping.settle()\n        {dies}")
+    flags = (*EVERY_10[:4], "--checkpoint-every", "5", "--keep", "9", "--strategy", strategy)
+    done = launch(tmp_path, "import os" + text, *flags)
+    assert done.code == 0, done.err
+    assert steps_written(done.folder) == expected
+
+
+def test_a_run_is_given_more_steps_and_more_epochs(tmp_path: Path) -> None:
+    text = AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)").replace("STOP", "")
+    want = launch(tmp_path, text, *EVERY_10, "--epochs", "6", name="undisturbed").weights
+    folder = launch(tmp_path, text, *EVERY_10, "--steps", "7").folder
+
+    def resume(*flags: str) -> tuple[int, str, dict[str, Any]]:
+        done = paceline("resume", "--runs", "runs", "it", *flags, cwd=tmp_path)
+        return done.returncode, done.stderr, json.loads((folder / "summary.json").read_text())
+
+    for flags in ((), ("--steps", "5")):
+        code, err, summary = resume(*flags)
+        assert (
+            code == 2 and f"at step 7, and --steps {5 if flags else 7} ends it there" in err and summary["steps"] == 7
+        )
+    code, err, summary = resume("--steps", "12")
+    assert (code, summary["exit"], summary["steps"]) == (0, "step limit 12 reached", 12), err
+    code, err, summary = resume("--steps", "0")
+    assert (code, summary["exit"], summary["steps"]) == (0, "finished", 20), err
+    code, err, summary = resume("--epochs", "4")
+    assert code == 2 and "pass --epochs with more than its 4" in err
+    code, err, summary = resume("--epochs", "6")
+    assert (code, summary["steps"], summary["weights_sha256"]) == (0, 30, want), err
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local:2", "async"])
+def test_what_failed_behind_its_loop_is_finished(tmp_path: Path, strategy: str) -> None:
+    """Its steps are done, and its result is not written yet. It ends as if it had not failed."""
+    text = AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)").replace("STOP", "")
+    flags = ("-n", "2", "--slots", "2", "--checkpoint-every", "2", "--steps", "6", "--strategy", strategy)
+    want = launch(tmp_path, text, *flags, name="undisturbed").weights
+    failed = launch(tmp_path, text + "raise ValueError('evaluation')\n", *flags)
+    assert failed.code == 1 and "evaluation" in failed.summary["exit"] and steps_written(failed.folder)[-1] == 6
+    write_script(tmp_path, text + "if run.is_main: print('evaluated')\n")
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    summary = json.loads((failed.folder / "summary.json").read_text())
+    assert done.returncode == 0 and "evaluated" in done.stdout, done.stderr
+    assert (summary["exit"], summary["steps"]) == ("step limit 6 reached", 6) and "no step is left" in done.stderr
+    assert strategy == "async" or summary["weights_sha256"] == want
+    again = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert again.returncode == 2 and "--steps 6 ends it there" in again.stderr
+
+
+def test_workers_at_their_own_pace_are_given_the_rest_of_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
+    text = AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)").replace("STOP", "")
+    stopped = launch(tmp_path, text, *EVERY_10, "--strategy", "async", "--steps", "7")
+    assert stopped.summary["steps"] == 7
+    for limit, steps in (("9", 9), ("0", 20)):
+        done = paceline("resume", "--runs", "runs", "it", "--steps", limit, cwd=tmp_path)
+        summary = json.loads((stopped.folder / "summary.json").read_text())
+        assert (done.returncode, summary["steps"], summary["samples"]) == (0, steps, 4 * steps), done.stderr
+    assert "every one of 20 samples exactly once" in paceline("verify", "it", cwd=tmp_path).stdout
+
+
+def test_workers_at_their_own_pace_end_at_a_nearer_limit(tmp_path: Path) -> None:
+    text = (
+        AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)").replace("STOP", "").replace("batch_size=4", "batch_size=2")
+    )
+    stop = text.replace("for (x,)", "if run.step >= 4 and not run.resumed: run.stop('enough')\n        for (x,)")
+    stopped = launch(tmp_path, stop, *EVERY_10, "--strategy", "async")
+    assert 4 <= stopped.summary["steps"] < 8
+    done = paceline("resume", "--runs", "runs", "it", "--steps", "8", cwd=tmp_path)
+    summary = json.loads((stopped.folder / "summary.json").read_text())
+    assert (done.returncode, summary["steps"], summary["samples"]) == (0, 8, 16), done.stderr
+
+
+def test_what_a_resume_cannot_change_is_said(tmp_path: Path) -> None:
+    done = paceline("resume", "it", "--slots", "2", cwd=tmp_path)
+    assert done.returncode == 2 and "--slots stays what it was, as other bits would come out" in done.stderr
+    assert "-n, --servers, --steps, --epochs, --seconds, --target" in done.stderr
+
+
+def test_a_target_that_is_reached_is_not_trained_for_again(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "it")
+    folder.write_json(folder.summary, {"exit": "target loss<0.5 reached", "epochs": 1})
+    with pytest.raises(UsageError, match="has reached its target"):
+        refuse_what_trains_nothing(folder, "step-00000009", Settings(target="loss < 0.5"), {})
+    for again in (Settings(target="loss<0.4"), Settings()):
+        refuse_what_trains_nothing(folder, "step-00000009", again, {})
+
+
+def test_epochs_are_refused_where_they_add_nothing(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "it")
+    in_rounds = Settings(strategy="federated:rounds=6,clients=4")
+    folder.write_json(folder.summary, {"exit": "failed", "epochs": 2})
+    refuse_what_trains_nothing(folder, "step-00000002", in_rounds, {})
+    with pytest.raises(UsageError, match="--epochs 50 would change nothing: rounds=6 is part of the run's strategy"):
+        refuse_what_trains_nothing(folder, "step-00000002", in_rounds, {"epochs": 50})
+    for settings, done, why in (
+        (in_rounds, 6, "rounds=6 is part of the run's strategy"),
+        (Settings(), 0, "how far it goes is in its script"),
+    ):
+        folder.write_json(folder.summary, {"exit": "finished", "epochs": done})
+        for given in ({"epochs": 50}, {"epochs": 1}, {}):
+            with pytest.raises(UsageError, match=f"has finished.*{why}"):
+                refuse_what_trains_nothing(folder, "step-00000006", settings, given)
+    folder.write_json(folder.summary, {"exit": "finished", "epochs": 6})
+    refuse_what_trains_nothing(folder, "step-00000006", Settings(strategy="federated:clients=4"), {"epochs": 7})
+
+
+def test_rounds_that_a_script_asks_for_are_known_to_a_resume(tmp_path: Path) -> None:
+    text = AT_ITS_END.replace("LOSS", "").replace("STOP", "").replace("    scheduler.step()", "    #")
+    script = text.replace("seed=1", "seed=1, strategy='federated:rounds=2,clients=2'")
+    done = launch(tmp_path, script, "-n", "1", "--servers", "1", "--checkpoint-every", "1")
+    assert done.summary["exit"] == "finished", done.err
+    again = paceline("resume", "--runs", "runs", "it", "--epochs", "50", cwd=tmp_path)
+    assert again.returncode == 2 and "rounds=2 is part of the run's strategy" in again.stderr
 
 
 def test_without_a_checkpoint_resume_says_what_to_do(tmp_path: Path) -> None:

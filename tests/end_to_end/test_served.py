@@ -1,4 +1,4 @@
-"""What `benchmarks.served_bits` and `benchmarks.failovers` do in full, for one seed."""
+"""What `benchmarks.served_bits` and `benchmarks.failovers` do in full, for one seed and in fewer steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmarks start runs by themselves."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
+    for campaign in ("served_bits", "failovers"):
+        monkeypatch.setattr(f"benchmarks.{campaign}.STEPS", 60)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

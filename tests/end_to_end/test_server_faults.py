@@ -11,7 +11,7 @@ from tests.alone import Alone
 from tests.end_to_end.launching import BODY, HEAD, launch, paceline
 from tests.end_to_end.test_failures import left_processes
 
-TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(25)")
+TRAINS = HEAD + BODY.replace("epochs(2)", "epochs(16)")
 PS = ("-n", "2", "--strategy", "ps", "--servers", "2")
 
 
@@ -22,7 +22,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> str:
 
 
 def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(tmp_path: Path, weights: str) -> None:
-    plan = ("kill server:0 @step 30", "kill coordinator @step 30", "kill server:0 @step 60")
+    plan = ("kill server:0 @step 12", "kill coordinator @step 12", "kill server:0 @step 45")
     done = launch(tmp_path, TRAINS, *PS, *(word for fault in plan for word in ("--fault", fault)))
     assert done.summary["weights_sha256"] == weights, done.err
     told = [(event["why"], event.get("server")) for event in done.events() if event["event"] == "fault"]
@@ -68,7 +68,7 @@ def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple
 STANDS = TRAINS.replace(
     "        for x, y",
     """
-        while run.step == 25 and not (run.dir / "checkpoints" / "step-00000020" / "manifest.json").exists():
+        while run.step == 25 and not (run.dir / "checkpoints" / "step-00000021" / "manifest.json").exists():
             time.sleep(0.001)
         while run.step == 30 and run._session.worker < 2:  # until it is killed
             time.sleep(0.001)
@@ -78,10 +78,10 @@ STANDS = TRAINS.replace(
 
 
 def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
-    done = launch(tmp_path, STANDS, *LOSES_ALL, "--servers", "1", "--checkpoint-every", "20")
+    done = launch(tmp_path, STANDS, *LOSES_ALL, "--servers", "1", "--checkpoint-every", "21")
     assert done.weights == weights and done.summary["rollbacks"] == 1
     (back,) = [event for event in done.events() if event["event"] == "rolled back"]
-    assert (back["step"], back["redone"]) == (20, 10) and done.summary["steps_redone"] == 10
-    assert "the run goes on from its checkpoint of step 20: steps 20-29 are trained again" in done.err
+    assert (back["step"], back["redone"]) == (21, 9) and done.summary["steps_redone"] == 9
+    assert "the run goes on from its checkpoint of step 21: steps 21-29 are trained again" in done.err
     verified = paceline("verify", "it", cwd=tmp_path)
     assert verified.returncode == 0 and "every one of 96 samples exactly once" in verified.stdout, verified.stdout

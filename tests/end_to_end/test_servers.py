@@ -131,7 +131,7 @@ def steps(result: Result) -> dict[int, str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> dict[int, str]:
     """What all-reduce comes to, after every step of a long run."""
-    result = alone(tmp_path_factory.mktemp("undisturbed"), SCRIPT, slots=int(SLOTS[1]), args=("15", "0"))
+    result = alone(tmp_path_factory.mktemp("undisturbed"), SCRIPT, slots=int(SLOTS[1]), args=("10", "0"))
     assert result.code == 0, result.err
     return steps(result) | {-1: result.weights}
 
@@ -265,7 +265,7 @@ def held(workers: int, servers: int, *flags: str) -> tuple[str, ...]:
     return (*PS, "-n", str(workers), "--servers", str(servers), *flags)
 
 
-LONG = ("15", "30")
+LONG = ("10", "26")
 
 
 def test_each_server_in_turn(tmp_path: Path, seed: int, undisturbed: dict[int, str]) -> None:
@@ -322,7 +322,7 @@ def test_a_server_and_the_coordinator_at_once(tmp_path: Path, seed: int, undistu
 
 def test_servers_come_and_go_while_it_trains(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     """From one to three, from three to one; whoever is there at the end was not there at the beginning."""
-    with going(tmp_path, SCRIPT, *held(2, 1), args=("15", "58")) as run:
+    with going(tmp_path, SCRIPT, *held(2, 1), args=("10", "38")) as run:
         run.wait_for_step(2)
         assert paceline("scale", "it", "--servers", "3", cwd=tmp_path).returncode == 0
         run.wait_for(lambda: len(fleet(run).addresses) == 3 and fleet(run).settled, "three servers")
@@ -391,11 +391,11 @@ def test_nobody_has_a_copy_any_more(
         result = finish(run)
     check(result, undisturbed)
     assert result.summary["weights_sha256"] == undisturbed[-1]
-    first, count = told["step"], told["redone"]
-    assert first % 7 == 0 and (first == 0) == ("--checkpoint-every" in flags)
+    first, count = told["step"], told["redone"]  # none is at the end of an epoch, of 4 steps
+    assert first in (0, 7, 14, 21, 29, 35, 42, 49, 57) and (first == 0) == ("--checkpoint-every" in flags)
     assert result.summary["rollbacks"] == 1 and result.summary["steps_redone"] == count >= step - first
     assert f"steps {first}-{first + count - 1} are trained again" in result.err
-    assert sorted(receipts(result.folder)) == list(range(60))
+    assert sorted(receipts(result.folder)) == list(range(40))
     verified = paceline("verify", "it", cwd=tmp_path)
     assert verified.returncode == 0 and "exactly once" in verified.stdout, verified.stdout
     shown = paceline("show", "it", cwd=tmp_path).stdout
@@ -423,8 +423,8 @@ def test_a_run_that_never_comes_to_a_step_goes_back_no_more(tmp_path: Path) -> N
     script = SCRIPT.replace(
         "for batch in loader:", "for batch in loader:\n        while run.resumed: time.sleep(0.001)", 1
     )
-    with going(tmp_path, script, *held(2, 1, "--checkpoint-every", "8"), args=("15", "10")) as run:
-        run.wait_for((run.folder / "checkpoints" / "step-00000008" / "manifest.json").exists, "a checkpoint")
+    with going(tmp_path, script, *held(2, 1, "--checkpoint-every", "8"), args=("10", "10")) as run:
+        run.wait_for((run.folder / "checkpoints" / "step-00000009" / "manifest.json").exists, "a checkpoint")
         for server in range(5):
             pid = pid_of(run, server)
             run.wait_for(holds(run, server), f"a layout with server {server}")
@@ -458,9 +458,9 @@ def test_a_script_that_fails_ends_the_run(tmp_path: Path, how: str) -> None:
 
 def test_a_checkpoint_is_resumed_with_other_workers_and_servers(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     """Everything was killed, servers too; so the state of their optimizers is the checkpoint's."""
-    script = write_script(tmp_path, SCRIPT.replace("sys.argv[1]", "'15'").replace("sys.argv[2]", "'40'"))
+    script = write_script(tmp_path, SCRIPT.replace("sys.argv[1]", "'10'").replace("sys.argv[2]", "'36'"))
     doomed = Doomed(tmp_path, script, 2, [*PS, "--servers", "2", "--checkpoint-every", "7"])
-    doomed.wait_for((doomed.folder / "checkpoints" / "step-00000028" / "manifest.json").exists)
+    doomed.wait_for((doomed.folder / "checkpoints" / "step-00000029" / "manifest.json").exists)
     doomed.kill()
     (doomed.folder / "go").touch()
     done = paceline("resume", "--runs", "runs", "it", "-n", "3", "--servers", "1", cwd=tmp_path)

@@ -37,9 +37,9 @@ def test_the_same_bits_whichever_worker_server_or_machine_is_lost(tmp_path: Path
     is told to go, its servers move away first."""
     dice = random.Random(seed)
     with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--strategy", "ps") as run:
-        run.wait_for_step(dice.randrange(1, 100))
+        run.wait_for_step(dice.randrange(1, 45))
         kill_a_worker_and_a_server(run, 1, dice)
-        run.wait_for_step(dice.randrange(100, 200))
+        run.wait_for_step(dice.randrange(45, 90))
         (lost,) = run.servers_on(1)
         run.kill_machine(1)
         run.wait_for(run.event("server ended", server=lost, why="was lost with machine 1"), "its loss")
@@ -59,7 +59,7 @@ def test_the_same_with_shares_that_are_computed_twice(tmp_path: Path, seed: int,
     dice = random.Random(seed)
     with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--strategy", "ps+backup:1") as run:
         for machine in (1, 0):
-            run.wait_for_step(dice.randrange(1, 100) + 100 * (1 - machine))
+            run.wait_for_step(dice.randrange(1, 45) + 45 * (1 - machine))
             kill_a_worker_and_a_server(run, machine, dice)
         assert summary_of(run)["weights_sha256"] == weights
     one_of_each(run)
@@ -80,9 +80,9 @@ def reset_connections_to(pid: int) -> int:
 @pytest.mark.parametrize("strategy", ["ps", "ssp:2"])
 def test_connections_break_and_nobody_is_lost(tmp_path: Path, strategy: str, weights: str) -> None:
     """Those of workers to the other machine's server, and those between servers: they are made anew, and all is said again."""
-    script = SCRIPT if strategy == "ps" else SUMS
-    with spread(tmp_path, script, 2, "-n", "4", *FLAGS, "--strategy", strategy) as run:
-        for step in (20, 40, 60):
+    script, slots = (SCRIPT, "8") if strategy == "ps" else (SUMS, "4")
+    with spread(tmp_path, script, 2, "-n", "4", *FLAGS, "--slots", slots, "--strategy", strategy) as run:
+        for step in (15, 30, 45):
             run.wait_for_line(step)
             for machine in (0, 1):
                 (server,) = run.servers_on(machine).values()
@@ -97,20 +97,20 @@ def test_connections_break_and_nobody_is_lost(tmp_path: Path, strategy: str, wei
 
 SUMS = (Path(__file__).parents[2] / "benchmarks" / "sums.py").read_text()
 SUMS = re.sub(
-    r"^EPOCHS = .*$", "EPOCHS = 4", re.sub(r"^PAUSE_S = .*$", "PAUSE_S = 0.002", SUMS, flags=re.M), flags=re.M
+    r"^EPOCHS = .*$", "EPOCHS = 2", re.sub(r"^PAUSE_S = .*$", "PAUSE_S = 0.002", SUMS, flags=re.M), flags=re.M
 )
 
 
 def test_every_push_counts_once_whichever_process_or_machine_is_killed(tmp_path: Path, seed: int, etcd: Etcd) -> None:
     """The machine that leads, in the end."""
     dice = random.Random(seed)
-    flags = ("-n", "4", *FLAGS, "--strategy", "ssp:2", "--store", etcd.address)
+    flags = ("-n", "4", *FLAGS, "--slots", "4", "--strategy", "ssp:2", "--store", etcd.address)
     with spread(tmp_path, SUMS, 2, *flags) as run:
-        run.wait_for_line(20)
+        run.wait_for_line(10)
         os.kill(*run.servers_on(1).values(), signal.SIGKILL)
         run.kill(dice.choice(sorted(run.workers_on(0))))
         run.wait_for_event("settled")
-        run.wait_for_line(100)
+        run.wait_for_line(40)
         run.kill_machine(0)
         assert run.wait_for_event("leading")["machine"] == 1
         summary = summary_of(run)
@@ -129,7 +129,7 @@ def test_a_machine_is_cut_off(tmp_path: Path, weights: str) -> None:
             Etcd(3, hosts, popens, ["--pre-vote"]) as etcd,
             spread(tmp_path, SCRIPT, 3, *flags, "--store", etcd.address, network=network) as run,
         ):
-            run.wait_for_step(20)
+            run.wait_for_step(10)
             (before,) = run.servers_on(0)
             network.machines[0].cut()
             run.wait_for_event("server ended", server=before, why="was lost with machine 0")

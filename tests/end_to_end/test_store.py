@@ -18,7 +18,7 @@ weights = undisturbed(SCRIPT, slots=8)
 
 def test_the_first_machine_is_lost(tmp_path: Path, seed: int, weights: str, etcd: Etcd) -> None:
     with spread(tmp_path, SCRIPT, 2, "-n", "4", *FLAGS, "--store", etcd.address) as run:
-        run.wait_for_step(random.Random(seed).randrange(1, 250))
+        run.wait_for_step(random.Random(seed).randrange(1, 90))
         run.kill_machine(0)
         led = run.wait_for_event("leading")
         assert led["machine"] == 1

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import queue
+import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.cluster.messages import Placed
 from paceline.servers.calling import Reply
-from paceline.servers.keys_messages import Pushes
+from paceline.servers.direct import DirectLine
+from paceline.servers.keys_messages import Pulls, Pushes
 from paceline.servers.keys_shelf import KeyShelf
-from paceline.servers.kv import Push, Pushed
+from paceline.servers.kv import Pull, Push, Pushed
+from paceline.servers.lines import REDIAL_S
 from paceline.servers.messages import Asked, Copy, Done, Moved
 from tests.servers.shelves import PATIENCE_S
 
@@ -96,6 +101,17 @@ def test_a_copy_that_is_refused_leaves_alone_what_others_say_by_the_next_layout(
     assert [each.result(PATIENCE_S)[0] for each in (first, second)] == [Pushed(1), Pushed(1)]
 
 
+def test_a_backup_that_ends_every_line_at_once_is_not_called_at_full_speed(primary: Primary) -> None:
+    begun = time.monotonic()
+    answer, (_, told) = primary.push(1, 0)
+    for _ in range(10):
+        told.set_exception(ConnectionError("the line has broken"))
+        _, told = primary.said.get(timeout=PATIENCE_S)
+    told.set_result(reply(Done()))
+    assert answer.result(PATIENCE_S)[0] == Pushed(1)
+    assert time.monotonic() - begun >= 10 * REDIAL_S and len(primary.lines) == 11
+
+
 def test_what_was_done_to_a_copy_that_was_dropped_meanwhile_is_not_answered(primary: Primary) -> None:
     """It is the primary again by then, of what it was filled with; a worker that was answered would not say it again."""
     answer, (_, told) = primary.push(1, 0)
@@ -104,3 +120,79 @@ def test_what_was_done_to_a_copy_that_was_dropped_meanwhile_is_not_answered(prim
     primary.shelf.rearrange(placed(4, [0, 1], since=3))
     told.set_result(reply(Done()))
     assert answer.result(PATIENCE_S)[0] == Moved()
+
+
+# a push of which some copies know
+
+
+class Three:
+    """Servers that all hold one fragment. Lines between them are never cut."""
+
+    def __init__(self) -> None:
+        self.shelves = [KeyShelf(number, lambda address: DirectLine(self.shelves[int(address)])) for number in range(3)]
+        self._layout = 0
+        self.lead(0, 1, 2)
+
+    def lead(self, *holders: int) -> None:
+        """By the next layout the first of these does."""
+        self._layout, count = self._layout + 1, len(holders)
+        addresses = {server: str(server) for server in holders}
+        layout = Placed(self._layout, [list(holders)], [[1] * count], [list(holders[1:])], addresses)
+        for server in holders:
+            self.shelves[server].rearrange(layout)
+
+    def ask(self, server: int, call: Any, value: float = 0.0) -> Any:
+        return self.shelves[server].handle(Asked(self._layout, call), body(value))[0]
+
+    def keys(self, server: int) -> dict[str, tuple[int, float]]:
+        drawer = self.shelves[server]._held[0]
+        return {push.key: (push.at_least, float(tensor)) for push, tensor in drawer._store.everything()}
+
+
+def body(value: float) -> memoryview:
+    return memoryview(bytearray(struct.pack("d", value)))
+
+
+def pushed(worker: int, number: int, key: str, combine: str) -> Pushes:
+    return Pushes([0], worker, number, Push(key, "float64", (1,), combine))
+
+
+@pytest.mark.parametrize("key", ["old", "new"])
+@pytest.mark.parametrize("leads", [1, 2])
+@pytest.mark.parametrize("again", [False, True])
+def test_who_takes_over_says_whether_a_push_counts_that_one_backup_was_told_of(
+    key: str, leads: int, again: bool
+) -> None:
+    """Its primary is lost, and its worker too, or not: that one says it again."""
+    world = Three()
+    doubtful = pushed(9, 1, key, "assign" if key == "new" else "sum")
+    for number, each in enumerate(("old", "other"), 1):
+        world.ask(0, pushed(0, number, each, "assign"), 1.0)
+    world.shelves[1].handle(Copy(1, 0, [1], doubtful), body(5.0))
+    world.lead(leads, 3 - leads)
+    world.ask(leads, Pulls([0], Pull("other")))
+    assert world.keys(1) == world.keys(2), "before anybody is answered"
+    if again:
+        world.ask(leads, doubtful, 5.0)
+    else:
+        assert (world.keys(1).get(key) in ((2, 6.0), (1, 5.0))) == (leads == 1)
+    world.ask(leads, pushed(0, 3, "old", "sum"), 2.0)
+    value, version = (3.0, 2) if key == "new" or not (again or leads == 1) else (8.0, 3)
+    assert world.keys(1) == world.keys(2) and world.keys(1)["old"] == (version, value)
+    world.lead(3 - leads)
+    if again:
+        world.ask(3 - leads, doubtful, 5.0)
+    assert world.keys(3 - leads) == world.keys(leads), "also its marks are the same"
+
+
+def test_what_comes_late_of_a_take_over_changes_nothing() -> None:
+    """A line has broken, and what was said on it is heard behind what was said since."""
+    world = Three()
+    world.ask(0, pushed(0, 1, "old", "assign"), 1.0)
+    world.lead(1, 2)
+    drawer = world.shelves[1]._held[0]
+    late = [(replace(said, by=2, fragments=[0]), [*map(bytes, bodies)]) for said, bodies in drawer.all_said()]
+    world.ask(1, pushed(0, 2, "old", "sum"), 2.0)
+    for said, bodies in late:
+        world.shelves[2].handle(Copy(2, 1, [1], said), memoryview(bytearray().join(bodies)))
+    assert world.keys(1) == world.keys(2) == {"old": (2, 3.0)}

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.errors import UsageError
 from paceline.servers import kv as store
+from paceline.servers.calling import Reply
 from paceline.servers.direct import OwnServer
 from paceline.servers.keys_client import KeyValues
 from paceline.servers.keys_messages import FRAGMENTS, fragment_of
 from paceline.servers.keys_shelf import KeyShelf
+from paceline.servers.lines import REDIAL_S, Server
 from tests.servers.shelves import PATIENCE_S, World
 
 
@@ -55,6 +60,35 @@ def test_what_is_not_newer_is_not_sent(kv: KeyValues) -> None:
     assert kv.pull("w", if_newer_than=1).result() == (1, None)
     kv.push("w", torch.ones(2))
     assert kv.pull("w", if_newer_than=1).result().version == 2
+
+
+def test_a_server_that_ends_every_line_at_once_is_not_called_at_full_speed() -> None:
+    class Ending(OwnServer):
+        dialled = 0
+
+        def dial(self, address: str) -> Server:
+            self.dialled += 1
+            if self.dialled > 10:
+                return super().dial(address)
+            return Server(_Broken(), _Broken())
+
+    servers, begun = Ending(KeyShelf()), time.monotonic()
+    keys = KeyValues(servers, 0, lambda: None)
+    keys.push("w", torch.zeros(3), "assign").result()
+    keys.close()
+    assert time.monotonic() - begun >= 10 * REDIAL_S and servers.dialled == 11
+
+
+class _Broken:
+    over = True
+
+    def call(self, message: Any, *body: memoryview, into: memoryview | None = None) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        future.set_exception(ConnectionError("the line has broken"))
+        return future
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("dtype", list(store.DTYPES))
@@ -237,5 +271,8 @@ def test_every_push_that_was_answered_counts_once(seed: int, case: int, servers:
     for key in keys:
         version, found = reader.pull(key).result()
         assert found is not None and found.unique().tolist() == [total[key]] and version == total[key] + 1, world.log
+        holders = world._now().holders[fragment_of(key)]
+        copies = [world.shelves[server]._held[fragment_of(key)]._store.pull(store.Pull(key)) for server in holders]
+        assert len({(copy.message, bytes(copy.buffers[0])) for copy in copies}) == 1, world.log
     reader.close()
     world.close()

@@ -140,3 +140,40 @@ def test_a_micro_batch_that_is_none_is_refused() -> None:
     register.push(0, 2, 0, 0, b"")
     with pytest.raises(ValueError, match="push 1 of worker 0, which has made 2"):
         register.push(0, 1, 0, 0, b"")
+
+
+def in_another_life(done: int, held: int, pushed: bool) -> Register:
+    """A stretch of 100 steps with so many micro-batches done, and so many in hand when its life ended."""
+    register = Register(2)
+    register.begin(1, 200)
+    register.enter(0)
+    numbers = register.lease(0, done + held)[:]
+    register.finish(0, [Delivered(number, 1, 1, number) for number in numbers[:done]])
+    if pushed:
+        register.push(0, 1, numbers[-1], 0, b"")
+    return Register.decode(register.at_rest().encode())
+
+
+@pytest.mark.parametrize(
+    ("held", "pushed", "last", "total"),
+    [
+        (0, False, 15, 30),
+        (4, False, 15, 30),
+        (4, False, 11, 22),
+        (4, False, 10, 20),
+        (4, True, 11, 24),  # a push of the last one is counted: it is finished
+        (0, False, 8, 20),
+        (0, False, 300, 200),
+        (0, False, 0, 200),
+    ],
+)
+def test_a_resumed_stretch_ends_where_its_limit_is_now(held: int, pushed: bool, last: int, total: int) -> None:
+    register = in_another_life(20, held, pushed)
+    for worker in (0, 1):
+        register.begin(1, 200, last=last)
+        register.enter(worker)
+        assert register.total == total
+    left = register.lease(1, 200)[:]
+    assert left == list(range(20, total))
+    register.finish(1, [Delivered(number, 1, 1, number) for number in left])
+    assert register.over and register.steps == total // 2

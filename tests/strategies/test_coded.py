@@ -99,7 +99,7 @@ def test_scaled_gradients_are_refused_with_a_way_out() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("allreduce+int9", "unknown codec 'int9'; there are: fp16 "),
+        ("allreduce+int9", "unknown codec 'int9'; did you mean 'int8'\\? There are: fp16 "),
         ("allreduce+topk", "write topk:0.01"),
         ("allreduce+int8+topk:0.1", r"one codec; write allreduce\+topk:0.1"),
         ("ps+int9", "unknown codec 'int9'"),

@@ -38,12 +38,13 @@ class Worker:
         with torch.no_grad():
             self.model.weight.zero_()
         self._until = time.monotonic() + PATIENCE_S
+        self.lost: list[int] = []
         self.strategy = _Forgetful("ssp:2", forgets)
         view = View(1, (0, 1))
         self.strategy.reach(
             directory,
             self,  # type: ignore[arg-type]
-            Seat(number, SLOTS, list, self._check, lambda: view, lambda leaf: Tally(1, 1, leaf)),
+            Seat(number, SLOTS, lambda: self.lost, self._check, lambda: view, lambda leaf: Tally(1, 1, leaf)),
         )
         replica = Replica(CPU)
         replica.add_model(self.model)
@@ -159,6 +160,36 @@ def test_a_push_whose_worker_is_dead_comes_to_servers_that_have_changed_places(t
     finally:
         for worker in (dead, alive):
             worker.strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lost", "tells"), [(0.06, [], False), (0.06, [0], True), (0.06, [1], False), (0.3, [], True)]
+)
+def test_of_whose_push_servers_are_told_again(
+    seconds: float, lost: list[int], tells: bool, two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dead worker's at once. Of one's that may only be slow, as the servers may be, after a while: each worker that waits
+    would tell them, and make them slower."""
+    silent, waiting = Worker(0, two, lambda: True), Worker(1, two)
+    try:
+        silent.strategy.lay()
+        silent.begin(4)
+        waiting.begin(4)
+        turned = silent.strategy.turn(1, [])
+        silent.push(turned.numbers[0], turned.count)
+        told: list[int] = []
+
+        def tell(count: int, update: memoryview) -> list[Future[Reply]]:
+            told.append(count)
+            return []
+
+        monkeypatch.setattr(waiting.strategy, "_apply", tell)
+        waiting.lost = lost
+        waiting.strategy._while_pulling()(seconds)
+        assert told == [1] * tells
+    finally:
+        silent.strategy.close()
+        waiting.strategy.close()
 
 
 @pytest.mark.parametrize("plan", range(4))

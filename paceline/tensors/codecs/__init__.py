@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import UsageError
+from paceline.settings import there_are
 
 if TYPE_CHECKING:
     from paceline.tensors.codecs.base import Codec
@@ -67,7 +68,7 @@ def read(text: str) -> tuple[str, float]:
     """A codec's name and number. No torch in here."""
     name, colon, number = text.partition(":")
     if name not in TABLE:
-        raise UsageError(f"unknown codec {text!r}; there are: {listing()}")
+        raise UsageError(f"unknown codec {text!r}{there_are(name, TABLE, _listed())}")
     entry = TABLE[name]
     if bool(colon) != bool(entry.number):
         wants = "takes no number" if colon else "needs a number"
@@ -86,5 +87,5 @@ def parse(text: str) -> Codec:
     return make(number)
 
 
-def listing() -> str:
-    return ", ".join(f"{name}{entry.number} ({entry.words})" for name, entry in TABLE.items())
+def _listed() -> list[str]:
+    return [f"{name}{entry.number} ({entry.words})" for name, entry in TABLE.items()]

@@ -169,7 +169,7 @@ def test_every_name_of_the_table_can_be_written_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("int9", "there are: fp16 .*onebit"),
+        ("int9", "There are: fp16 .*onebit"),
         ("int8:3", "takes no number; write int8$"),
         ("topk", "needs a number; write topk:0.01"),
         ("topk:2", "at most 1; write topk:0.01"),
