@@ -450,10 +450,11 @@ class Stepper:
 
     def _compare(self, digests: list[int]) -> None:
         if any(digest != digests[0] for digest in digests):
-            odd = [self._session.view.members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
+            members = self._session.view.members
+            odd = [members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
             raise MismatchError(
                 f"at step {self.step} the optimizer settings (learning rate, momentum, …) of worker "
-                f"{', '.join(map(str, odd))} differ from worker 0's: change them the same way on every worker, and give schedulers to "
+                f"{', '.join(map(str, odd))} differ from worker {members[0]}'s: change them the same way on every worker, and give schedulers to "
                 "run.prepare(), so that a worker that joins or resumes has them as they are"
             )
 

@@ -71,6 +71,7 @@ class Answering:
             case messages.Segment(name, size):
                 term_of(name)
                 answer, fd = node.segments.grant(name, size, len(self._journal.membership.settled.members))
+                node.check_hold()  # else two workers could have two memories by one name
                 peer.send(answer, (fd,) if fd is not None else ())
             case messages.Ready():
                 node.master.decide(peer, worker, message)
@@ -137,8 +138,12 @@ class Answering:
         self._folder.event("standby", "it can take over", pid=pid, leader=os.getpid())
 
     def share(self, name: str, fd: int, size: int) -> None:
-        for peer in self._node.desk.shadows:
+        """A standby that does not take it now is hung up on: when it calls again, it gets everything, and until then it cannot lead."""
+        desk = self._node.desk
+        for peer in list(desk.shadows):
             self._send_kept(peer, name)
+            if peer.is_behind:
+                desk.drop(peer)
 
     def unshare(self, name: str) -> None:
         for peer in self._node.desk.shadows:

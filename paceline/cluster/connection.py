@@ -61,6 +61,11 @@ class Connection:
     def events(self) -> int:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._waiting else 0)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something of what was said is still here."""
+        return bool(self._waiting)
+
     # in
 
     def receive(self) -> list[Received]:

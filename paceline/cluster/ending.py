@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +24,8 @@ def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int
         more["by_server"] = {server: asdict(load) for server, load in loads.items() if load.calls}
     if more:
         folder.write_json(folder.summary, folder.read_json(folder.summary) | more)
-    folder.event("ended", folder.read_json(folder.summary).get("exit", ""), exit_code=code)
+    words = folder.read_json(folder.summary).get("exit", "")
+    folder.event("ended", words, exit_code=code, pid=os.getpid(), machine=journal.led_from)
     return code
 
 

@@ -6,7 +6,6 @@ the run's store says, not from what it remembers of the asker. No torch in here.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import time
@@ -108,13 +107,11 @@ class LeaderLink:
         assert self._socket is not None
         wire.send(self._socket, message)
 
-    def peer_pidfd(self) -> int:
-        """Of the leader's process; -1 if it has gone meanwhile."""
+    @property
+    def peer_pid(self) -> int:
+        """The leader's process."""
         assert self._socket is not None
-        try:
-            return os.pidfd_open(wire.peer_of(self._socket)[0])
-        except ProcessLookupError:
-            return -1
+        return wire.peer_of(self._socket)[0]
 
     @property
     def stale(self) -> bool:

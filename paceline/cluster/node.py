@@ -101,8 +101,8 @@ class Node:
     def begin(self, master: Master) -> None:
         """Take over what is there, and start what should be."""
         self.master = master
+        self.check_hold()
         self.kept.on_keep, self.kept.on_release = self.answering.share, self.answering.unshare
-        self.board.leader = self.fence
         self.board.beat()
         if self.fence > 1 and not self._begun:
             self._find_nursery()
@@ -135,8 +135,7 @@ class Node:
             # An earlier event of this batch may have been the end of this one.
             if self.selector.get_map().get(key.fd) is key:
                 key.data(key.fileobj)
-        if self.board.leader != self.fence:
-            raise Replaced(f"fence {self.board.leader} has this machine; {self.fence} is over")
+        self.check_hold()
         self.board.beat()
         now = time.monotonic()
         self.crew.tick(now)
@@ -144,8 +143,18 @@ class Node:
             self.folder.event("refused", words)
         return now
 
+    def check_hold(self) -> None:
+        """Replaced: from now on this machine is another agent's. Before anything is given out that the next one must have
+        too, and behind having sent it that (`standby`)."""
+        leader = self.board.leader
+        if leader > self.fence:
+            raise Replaced(f"fence {leader} has this machine; {self.fence} is over")
+        if leader < self.fence:  # one before this, which had been frozen, has just got round to it
+            self.board.leader = self.fence
+
     def look_around(self, now: float) -> None:
         """At every worker: with many of them too dear to be done whenever one of them says something."""
+        self._write_board()  # again: an agent before this, frozen in the middle of that, may thaw and write what it knew
         self._see_frozen(now)
         for number in self.crew.numbers:
             if self.board.leaves(number):
@@ -205,6 +214,12 @@ class Node:
 
     def show(self) -> None:
         """On the board, and to those who wait for an answer."""
+        self._write_board()
+        membership = self.master.journal.membership
+        self.segments.forget_before(membership.settled.term, membership.pending is not None)
+        self.answering.changed()
+
+    def _write_board(self) -> None:
         journal, board = self.master.journal, self.board
         for number in journal.buried:
             board.bury(number)
@@ -219,8 +234,6 @@ class Node:
             board.abort = Abort.WORKER_LOST
         elif journal.killed:
             board.abort = Abort.STOPPING
-        self.segments.forget_before(membership.settled.term, membership.pending is not None)
-        self.answering.changed()
 
     # workers
 

@@ -2,6 +2,10 @@
 
 A dead leader is seen at once through its pidfd, a frozen one by its silence on the board: no beat for a
 lease. Which of them leads is decided in the store, by the fence. No torch in here.
+
+One that was only slow may still be giving out shared memory. Two workers that ask for the same memory, one of them
+each leader, must not get two: so whoever takes over writes its fence on the board first, and then takes all that the other
+has sent; and that one sends what it makes, and then looks at the board, before it answers (`Node.check_hold`).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.cluster import messages, wire
@@ -64,23 +69,38 @@ def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s
         leader = os.pidfd_open(record.pid)
     except ProcessLookupError:
         leader = -1
-    gone = leader < 0
     try:
         with wire.connect(f"{place.address}-{record.fence}", place.secret) as sock:
             wire.send(sock, messages.Shadow(os.getpid()))
-            gone = _hold(sock, leader, kept, lease_s)
+            if _hold(sock, leader, kept, lease_s) and place.store.exists() and kept.get(BOARD) is not None:
+                return _take_over(record, store, sock, kept)
     except OSError:
-        gone = gone or _is_dead(leader)
+        pass
     finally:
         if leader >= 0:
             os.close(leader)
     if not place.store.exists():
         raise _Over
-    if not gone or kept.get(BOARD) is None:
-        # Cut off from a leader that lives, or it went before it had handed over: try again, with what there is.
-        time.sleep(_LOOK_S)
-        raise FencedError("this agent cannot lead")
-    return store.lead(record.fence, os.getpid())
+    # Cut off from a leader that lives, or it went before it had handed over: try again, with what there is.
+    time.sleep(_LOOK_S)
+    raise FencedError("this agent cannot lead")
+
+
+def _take_over(record: Record, store: Store, sock: socket.socket, kept: Kept) -> int:
+    """The own fence. From when it is on the board the last leader gives nothing out; what it gave before has been sent."""
+    fence = store.lead(record.fence, os.getpid())
+    found = kept.get(BOARD)
+    assert found is not None
+    board = Board(os.dup(found[0]), found[1])
+    board.leader = fence
+    board.close()
+    sock.setblocking(False)
+    with suppress(OSError):  # until there is no more, or its end has come
+        while True:
+            _take(sock, kept)
+    if store.read().fence != fence:  # this one has been slow itself
+        raise FencedError("another agent has taken over meanwhile")
+    return fence
 
 
 def _hold(sock: socket.socket, leader: int, kept: Kept, lease_s: float) -> bool:
@@ -97,7 +117,7 @@ def _hold(sock: socket.socket, leader: int, kept: Kept, lease_s: float) -> bool:
                 board = _take(sock, kept) or board
             elif leader in ready or (board is not None and board.silence_s > lease_s):
                 return True
-    except wire.ConnectionClosed:
+    except OSError:
         return _is_dead(leader)  # and everything that it had sent has been taken
     finally:
         if board is not None:

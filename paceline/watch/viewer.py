@@ -122,9 +122,15 @@ class Viewer:
         if self._board is not None:
             self._board.close()
         self._board, self._members = Board(fds[0], answer.rows), answer.members
+        self._know_leader(self._link.peer_pid)
+
+    def _know_leader(self, pid: int) -> None:
         if self._leader >= 0:
             os.close(self._leader)
-        self._leader = self._link.peer_pidfd()
+        try:
+            self._leader = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has gone meanwhile
+            self._leader = -1
 
     def _wait_for_leader(self) -> None:
         """It has said its last word: when the command returns, nothing of the run is left."""
@@ -178,6 +184,8 @@ class Viewer:
                 self._failure = event
             case "ended":
                 self._exit_code = event["exit_code"]
+                if event.get("machine") == self._place.machine:  # it may be another one than was last heard of
+                    self._know_leader(event["pid"])
             case "view" if event.get("workers") and not self._members:
                 self._members = event["workers"]
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import select
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,3 +55,25 @@ def test_a_run_that_nobody_leads_any_more_is_given_up(unanswered: viewer.Viewer)
     assert unanswered._board is not None
     unanswered._board.led()
     assert unanswered.watch() == 1
+
+
+def test_it_waits_for_the_agent_that_ended_the_run_whoever_it_last_heard_of(
+    unanswered: viewer.Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaders follow each other, and the end is read in a file: when a command returns, nothing of its run is left."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as agent:
+        unanswered._know_leader(os.getpid())
+        told = {"exit_code": 3, "pid": agent.pid, "machine": 0}
+        unanswered._listen = lambda: unanswered._folder.event("ended", "finished", **told)  # type: ignore[method-assign]
+        plain = select.select
+
+        def wait(read: list[int], *rest: Any) -> Any:
+            assert agent.poll() is None and agent.stdin is not None
+            agent.stdin.close()
+            return plain(read, *rest)
+
+        monkeypatch.setattr(viewer.select, "select", wait)
+        assert unanswered.watch() == 3
+        # Not reaped by a wait of this test's: it had ended by then.
+        assert Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert agent.wait() == 1
