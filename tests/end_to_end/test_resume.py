@@ -237,7 +237,9 @@ def test_what_failed_behind_its_loop_is_finished(tmp_path: Path, strategy: str) 
     text = AT_ITS_END.replace("LOSS", "loss = torch.zeros(1)").replace("STOP", "")
     flags = ("-n", "2", "--slots", "2", "--checkpoint-every", "2", "--steps", "6", "--strategy", strategy)
     want = launch(tmp_path, text, *flags, name="undisturbed").weights
-    failed = launch(tmp_path, text + "raise ValueError('evaluation')\n", *flags)
+    # Main writes the last one, on a disk that other tests keep busy too; who fails sooner ends the run, and that with it.
+    wait = "while not (run.dir / 'checkpoints' / 'step-00000006').exists(): time.sleep(0.001)\n"
+    failed = launch(tmp_path, f"{text}{wait}raise ValueError('evaluation')\n", *flags)
     assert failed.code == 1 and "evaluation" in failed.summary["exit"] and steps_written(failed.folder)[-1] == 6
     write_script(tmp_path, text + "if run.is_main: print('evaluated')\n")
     done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
