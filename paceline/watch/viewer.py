@@ -18,6 +18,7 @@ from paceline.cluster import messages, wire
 from paceline.cluster.board import Board, Stop
 from paceline.cluster.link import LeaderLink
 from paceline.cluster.rendezvous import Rendezvous
+from paceline.state.checkpoint import listed
 from paceline.watch.folder import RunFolder
 from paceline.watch.lines import Fold, Follower, Unsaid
 from paceline.watch.terminal import Terminal
@@ -48,6 +49,7 @@ class Viewer:
         self._told_stop = False
         self._leader = -1
         self._failure: dict[str, Any] | None = None
+        self._cut_short = False
         self._exit_code: int | None = None
         self._heard = time.monotonic()
         self._skip_what_was()
@@ -181,7 +183,9 @@ class Viewer:
         match event.get("event"):
             case "failed":
                 self._follow_logs(last=True)  # what was printed before
-                self._failure = event
+                self._failure, self._cut_short = event, True
+            case "stop asked for":
+                self._cut_short = True
             case "ended":
                 self._exit_code = event["exit_code"]
                 if event.get("machine") == self._place.machine:  # it may be another one than was last heard of
@@ -214,7 +218,14 @@ class Viewer:
         for who, text in self._fold.due(now, all=last):
             self._terminal.output(who, text)
 
+    def _tell_how_to_go_on(self) -> None:
+        """A run that was stopped, or has failed, can be brought to its end from a checkpoint."""
+        address = self._folder.checkpoints
+        if self._cut_short and "://" not in address and listed(address):
+            self._terminal.notice(f"it can go on from its newest checkpoint: paceline resume {self._folder.id}")
+
     def _tell_end(self, code: int) -> int:
+        self._tell_how_to_go_on()
         if self._failure is not None:
             failure = self._failure
             self._terminal.failure(failure["who"], failure["text"], failure["trace"], failure["log"])

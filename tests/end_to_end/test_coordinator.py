@@ -195,6 +195,7 @@ def test_stop_and_resume(tmp_path: Path, weights: str) -> None:
         assert paceline("stop", "it", cwd=tmp_path).returncode == 0
         result = ended(run)
     assert result.code == 0 and "paceline stop" in result.summary["exit"]
+    assert "it can go on from its newest checkpoint: paceline resume it" in result.err
     (result.folder / "go").touch()
     resumed = paceline("resume", "it", "-n", "3", cwd=tmp_path)
     assert resumed.returncode == 0 and weights in resumed.stderr

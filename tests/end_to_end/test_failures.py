@@ -157,6 +157,7 @@ def test_ctrl_c_once_stops_cleanly(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "stopping after this step" in err and "interrupted (Ctrl-C)" in err and "weights" in err
+    assert "paceline resume" not in err, "it has no checkpoint"
     assert left_processes(str(tmp_path)) == []
 
 
