@@ -54,7 +54,8 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     place = Rendezvous.of(folder, machine)
     local = LocalStore(place.store)
     if first:
-        lead: Lead | None = Lead(local, local.lead(0, os.getpid()), _first_kept(job, place))
+        fence = local.lead(0, os.getpid())
+        lead: Lead | None = Lead(local, fence, _first_kept(job, place, fence))
     else:
         try:
             lead = stand_by(place, local, job.settings.lease, job.settings.grace)
@@ -76,9 +77,10 @@ def main(arguments: list[str], hire: type[Crew] = Crew) -> int:
     return 0
 
 
-def _first_kept(job: Job, place: Rendezvous) -> Kept:
+def _first_kept(job: Job, place: Rendezvous, fence: int) -> Kept:
     kept, rows = Kept(), _first_server(job) + (job.servers and job.servers + SERVERS)
     board = Board.create(rows)
+    board.leader = fence
     kept.keep(BOARD, os.dup(board.fd), rows)
     board.close()
     if place.reach.host:  # the next agent of this machine listens at the same port

@@ -15,7 +15,7 @@ from paceline.cluster import messages
 from paceline.cluster.connection import Connection
 from paceline.cluster.desk import Key
 from paceline.cluster.fleet import Fleet
-from paceline.cluster.kept import Kept
+from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.membership import View
 from paceline.cluster.memory import term_of
 from paceline.watch.folder import RunFolder
@@ -131,14 +131,14 @@ class Answering:
     # the standby
 
     def _shadow(self, peer: Connection, pid: int) -> None:
-        """From now on it is sent whatever must outlive this agent."""
+        """From now on it is sent whatever must outlive this agent; the board, without which it cannot lead, when it has the rest."""
         self._node.desk.shadows.append(peer)
-        for name in self._kept.names():
+        for name in sorted(self._kept.names(), key=lambda name: name == BOARD):
             self._send_kept(peer, name)
         self._folder.event("standby", "it can take over", pid=pid, leader=os.getpid())
 
     def share(self, name: str, fd: int, size: int) -> None:
-        """A standby that does not take it now is hung up on: when it calls again, it gets everything, and until then it cannot lead."""
+        """A standby that does not take it now is hung up on: when it calls again, it gets everything."""
         desk = self._node.desk
         for peer in list(desk.shadows):
             self._send_kept(peer, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cluster.kept import Kept
@@ -48,6 +49,7 @@ def words(size: int) -> str:
 
 
 _PREFIX = "segment/"
+_STRETCH = 256 << 20  # bytes: about a tenth of a second
 _NAME = re.compile(r"(?:(?:group|state)-(\d{1,9})|replica-\d{1,9}|kept-\d{1,9}|seats-\d{1,9})(?:[-/].*)?")
 
 
@@ -66,8 +68,9 @@ def term_of(segment: str) -> int | None:
 class Segments:
     """Segments by name; the first who asks makes one, the rest share it."""
 
-    def __init__(self, limit: int, kept: Kept) -> None:
-        self._limit, self._kept = limit, kept
+    def __init__(self, limit: int, kept: Kept, alive: Callable[[], None] = lambda: None) -> None:
+        """`alive` is called while pages are taken: of many GB that may last longer than a lease."""
+        self._limit, self._kept, self._alive = limit, kept, alive
 
     def grant(self, name: str, size: int, workers: int) -> tuple[Granted | Refused, int | None]:
         found = self._kept.get(_PREFIX + name)
@@ -88,9 +91,13 @@ class Segments:
         try:
             os.ftruncate(fd, size)
             # Take the pages now: running out later would be a SIGBUS in the middle of a step.
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
+            for first in range(0, size, _STRETCH):
+                self._alive()
+                os.posix_fallocate(fd, first, min(_STRETCH, size - first))
+        except BaseException as error:
             os.close(fd)
+            if not isinstance(error, OSError):
+                raise
             return Refused(
                 f"no shared memory: {words(size)} asked for, the kernel said {error.strerror}. Use fewer workers, or pass "
                 "--transport gloo"

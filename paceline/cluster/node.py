@@ -81,7 +81,7 @@ class Node:
         assert board is not None
         self.board = Board(os.dup(board[0]), board[1])
         self.selector = selectors.DefaultSelector()
-        self.segments = Segments(job.settings.shm_limit, lead.kept)
+        self.segments = Segments(job.settings.shm_limit, lead.kept, self._show_life)
         self.crew = hire(folder, self.board, self.selector, self._start_nursery, self._on_start, self._on_end)
         self.answering = Answering(self, folder, lead.kept)
         door = Door(wire.listen(f"{place.address}-{lead.fence}"), place.secret, time.monotonic())
@@ -135,8 +135,7 @@ class Node:
             # An earlier event of this batch may have been the end of this one.
             if self.selector.get_map().get(key.fd) is key:
                 key.data(key.fileobj)
-        self.check_hold()
-        self.board.beat()
+        self._show_life()
         now = time.monotonic()
         self.crew.tick(now)
         for words in self.desk.tick(now):
@@ -146,14 +145,16 @@ class Node:
     def check_hold(self) -> None:
         """Replaced: from now on this machine is another agent's. Before anything is given out that the next one must have
         too, and behind having sent it that (`standby`)."""
-        leader = self.board.leader
-        if leader > self.fence:
-            raise Replaced(f"fence {leader} has this machine; {self.fence} is over")
-        if leader < self.fence:  # one before this, which had been frozen, has just got round to it
-            self.board.leader = self.fence
+        if self.board.leader != self.fence:
+            raise Replaced(f"fence {self.board.leader} has this machine; {self.fence} is over")
+
+    def _show_life(self) -> None:
+        self.check_hold()
+        self.board.beat()
 
     def look_around(self, now: float) -> None:
         """At every worker: with many of them too dear to be done whenever one of them says something."""
+        self.check_hold()
         self._write_board()  # again: an agent before this, frozen in the middle of that, may thaw and write what it knew
         self._see_frozen(now)
         for number in self.crew.numbers:

@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from paceline.cluster import messages, wire
@@ -88,18 +88,15 @@ def _follow(record: Record, place: Rendezvous, store: Store, kept: Kept, lease_s
 
 def _take_over(record: Record, store: Store, sock: socket.socket, kept: Kept) -> int:
     """The own fence. From when it is on the board the last leader gives nothing out; what it gave before has been sent."""
-    fence = store.lead(record.fence, os.getpid())
     found = kept.get(BOARD)
     assert found is not None
-    board = Board(os.dup(found[0]), found[1])
-    board.leader = fence
-    board.close()
+    with closing(Board(os.dup(found[0]), found[1])) as board:
+        fence = store.lead(record.fence, os.getpid())
+        board.leader = fence
     sock.setblocking(False)
     with suppress(OSError):  # until there is no more, or its end has come
         while True:
             _take(sock, kept)
-    if store.read().fence != fence:  # this one has been slow itself
-        raise FencedError("another agent has taken over meanwhile")
     return fence
 
 
@@ -137,9 +134,8 @@ def _take(sock: socket.socket, kept: Kept) -> Board | None:
     message, fds = wire.receive(sock, messages.ANY)
     match message:
         case messages.Welcome(rows=rows):
-            kept.keep(BOARD, fds[0], rows)
-            return Board(os.dup(fds[0]), rows)
-        case messages.Keep(name, size) if name != BOARD:
+            return Board(fds[0], rows)
+        case messages.Keep(name, size):
             kept.keep(name, fds[0], size)
         case messages.Release(name):
             kept.release(name)

@@ -63,7 +63,9 @@ class Viewer:
                 self._follow()
                 if len(self._interrupts) > self._told:
                     self._tell_interrupt()
-            self._wait_for_leader()
+            while self._leader >= 0:  # one that was replaced in the middle of its end is followed by another
+                self._wait_for_leader()
+                self._follow()
             self._follow(last=True)
             return self._tell_end(self._exit_code)
         finally:
@@ -131,14 +133,14 @@ class Viewer:
             os.close(self._leader)
         try:
             self._leader = os.pidfd_open(pid)
-        except ProcessLookupError:  # it has gone meanwhile
+        except OSError:  # it has gone meanwhile
             self._leader = -1
 
     def _wait_for_leader(self) -> None:
         """It has said its last word: when the command returns, nothing of the run is left."""
-        if self._leader >= 0:
-            select.select([self._leader], [], [], _GOES_S)
-            os.close(self._leader)
+        select.select([self._leader], [], [], _GOES_S)
+        os.close(self._leader)
+        self._leader = -1
 
     def _take(self, message: Any, fds: list[int]) -> None:
         wire.close_all(fds)

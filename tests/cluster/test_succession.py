@@ -6,14 +6,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.cluster import messages, wire
+from paceline.cluster import memory, messages, wire
 from paceline.cluster.board import Board
 from paceline.cluster.crew import Crew
 from paceline.cluster.job import Job
@@ -26,7 +26,7 @@ from paceline.cluster.standby import Lead, stand_by
 from paceline.cluster.store import LocalStore
 from paceline.watch.folder import RunFolder
 
-LEASE_S = 0.2
+LEASE_S, PATIENCE_S = 0.2, 20.0
 MEMORY = messages.Segment("group-1/memory-1", 4096)
 KEPT = "segment/group-1/memory-1"
 
@@ -41,9 +41,10 @@ class Slow:
 
     def __init__(self, folder: RunFolder, place: Rendezvous, store: LocalStore) -> None:
         kept, board = Kept(), Board.create(4)
+        board.leader = 1
         kept.keep(BOARD, os.dup(board.fd), 4)
         board.close()
-        job = Job("train.py", [], False, {"workers": 2, "lease": LEASE_S}, "/", [])
+        job = Job("train.py", [], False, {"workers": 2}, "/", [])
         lead = Lead(store, store.lead(0, os.getpid()), kept)
         nobody: Any = lambda: SimpleNamespace(pid=1, poll=lambda: None)  # noqa: E731
         self.node = Node(job, folder, place, lead, nobody, NoCrew)
@@ -55,33 +56,69 @@ class Slow:
             self.node.turn(0.01)
 
 
-@contextmanager
-def two(tmp_path: Path) -> Iterator[tuple[Slow, Callable[[], Lead]]]:
-    """The leader, and how its standby comes to lead."""
+class Standby:
+    """Another one, in a thread. Whatever it takes the leader for, it goes no further than the store before it is let."""
+
+    def __init__(self, place: Rendezvous, lease_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._place, self._lease_s = place, lease_s
+        self._leads: list[Lead | None] = []
+        self.is_led, self._may_go_on, plain = threading.Event(), threading.Event(), LocalStore.lead
+
+        def lead(store: LocalStore, after: int, pid: int, address: str = "") -> int:
+            fence = plain(store, after, pid, address)
+            if after:
+                self.is_led.set()
+                self._may_go_on.wait(PATIENCE_S)
+            return fence
+
+        monkeypatch.setattr(LocalStore, "lead", lead)
+        self._thread = threading.Thread(target=self._live)
+        self._thread.start()
+
+    def _live(self) -> None:
+        with closing(LocalStore(self._place.store)) as store:
+            self._leads.append(stand_by(self._place, store, self._lease_s, PATIENCE_S))
+
+    def takes_over(self) -> Lead:
+        lead = self.ends()
+        assert lead is not None and lead.fence == 2
+        return lead
+
+    def ends(self) -> Lead | None:
+        self._may_go_on.set()
+        self._thread.join(PATIENCE_S)
+        (lead,) = self._leads
+        return lead
+
+
+Start = Callable[[float], tuple[Slow, Standby]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """A leader, and a standby that takes it for frozen after so many seconds of silence."""
     folder = RunFolder.create(tmp_path, "it")
     place = Rendezvous.create(folder)
-    leads: list[Lead | None] = []
+    with closing(LocalStore(place.store)) as store, ExitStack() as undo:
 
-    def stand() -> None:
-        with closing(LocalStore(place.store)) as own:
-            leads.append(stand_by(place, own, LEASE_S, 20.0))
+        def start(lease_s: float) -> tuple[Slow, Standby]:
+            slow = Slow(folder, place, store)
+            standby = Standby(place, lease_s, monkeypatch)
+            slow.turn_until(lambda: slow.node.desk.shadows)
 
-    with closing(LocalStore(place.store)) as store:
-        slow = Slow(folder, place, store)
-        standby = threading.Thread(target=stand)
-        standby.start()
-        slow.turn_until(lambda: slow.node.desk.shadows)
+            def end() -> None:
+                for peer in slow.node.desk.shadows:
+                    peer.send(messages.Ended(0))
+                lead = standby.ends()
+                if lead is not None:
+                    lead.kept.close()
+                slow.node.close()
+                store.remove(2 if lead is not None else 1)
 
-        def takes_over() -> Lead:
-            standby.join(20.0)
-            (lead,) = leads
-            assert lead is not None and lead.fence == 2
-            return lead
+            undo.callback(end)
+            return slow, standby
 
-        yield slow, takes_over
-        takes_over().kept.close()
-        slow.node.close()
-        store.remove(2)
+        yield start
 
 
 def worker(slow: Slow) -> socket.socket:
@@ -97,63 +134,87 @@ def worker(slow: Slow) -> socket.socket:
     return found[0]
 
 
-def test_who_was_slow_gives_out_no_memory_any_more(tmp_path: Path) -> None:
+def nothing_was_said(to: socket.socket) -> bool:
+    to.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        to.recv(1)
+    return True
+
+
+def test_who_was_slow_gives_out_no_memory_any_more(start: Start) -> None:
     """The other worker asks the next leader for it, and would get another one by that name."""
-    with two(tmp_path) as (slow, takes_over), worker(slow) as asks:
-        takes_over()
+    slow, standby = start(LEASE_S)
+    with worker(slow) as asks:
+        standby.takes_over()
         wire.send(asks, MEMORY)
         with pytest.raises(Replaced):
             slow.turn_until(lambda: False)
-        asks.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            asks.recv(1)
+        assert nothing_was_said(asks)
 
 
-def test_what_it_gave_out_at_the_last_moment_the_next_one_has_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_silent, may_lead, lead = threading.Event(), threading.Event(), LocalStore.lead
+def test_nor_does_one_that_is_replaced_while_it_makes_it(start: Start) -> None:
+    slow, standby = start(LEASE_S)
+    with worker(slow) as asks:
+        plain = slow.node.segments.grant
 
-    def slowly(self: LocalStore, after: int, pid: int, address: str = "") -> int:
-        if after:
-            is_silent.set()
-            may_lead.wait(20.0)
-        return lead(self, after, pid, address)
+        def grant(*arguments: Any) -> Any:
+            made = plain(*arguments)
+            standby.takes_over()
+            return made
 
-    monkeypatch.setattr(LocalStore, "lead", slowly)
-    with two(tmp_path) as (slow, takes_over), worker(slow) as asks:
-        assert is_silent.wait(20.0)
+        slow.node.segments.grant = grant  # type: ignore[method-assign]
+        wire.send(asks, MEMORY)
+        with pytest.raises(Replaced):
+            slow.turn_until(lambda: False)
+        assert nothing_was_said(asks)
+
+
+def test_what_it_gave_out_at_the_last_moment_the_next_one_has_too(start: Start) -> None:
+    """That one leads by the store already, and has yet to write it on the board."""
+    slow, standby = start(LEASE_S)
+    with worker(slow) as asks:
+        assert standby.is_led.wait(PATIENCE_S)
         wire.send(asks, MEMORY)
         slow.turn_until(lambda: slow.node.kept.get(KEPT))
         answer, (given,) = wire.receive(asks, messages.ANY)
-        may_lead.set()
-        known = takes_over().kept.get(KEPT)
+        known = standby.takes_over().kept.get(KEPT)
         assert answer == messages.Granted(4096)
         assert known is not None and os.fstat(known[0]).st_ino == os.fstat(given).st_ino
         os.close(given)
 
 
-def test_a_standby_that_takes_nothing_cannot_lead_before_it_has_called_again(tmp_path: Path) -> None:
-    with two(tmp_path) as (slow, _):
-        (shadow,) = slow.node.desk.shadows
-        shadow.flush = lambda: None  # type: ignore[method-assign]
-        slow.node.kept.keep("segment/group-1/memory-2", os.memfd_create("it"), 0)
-        assert shadow not in slow.node.desk.peers and shadow.ended is not None
-        slow.turn_until(lambda: slow.node.desk.shadows)
+def test_to_make_much_memory_is_no_silence(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each successor would be replaced in its turn while it makes the same."""
+    slow, _ = start(PATIENCE_S)
+    beats: list[float] = []
+    monkeypatch.setattr(memory, "_STRETCH", 4096)
+    monkeypatch.setattr(slow.node.board, "beat", lambda: beats.append(0.0), raising=False)
+    assert slow.node.segments.grant("group-1/memory-1", 4 * 4096, 2)[0] == messages.Granted(4 * 4096)
+    assert len(beats) == 4
+    slow.node.board.leader = 2
+    with pytest.raises(Replaced):
+        slow.node.segments.grant("group-1/memory-2", 4096, 2)
 
 
-def test_one_that_thaws_cannot_take_the_board_back(tmp_path: Path) -> None:
-    """It was frozen between the store and the board, and another one has taken over since."""
-    with two(tmp_path) as (slow, takes_over):
-        takes_over()
-        slow.node.fence = 3  # as that other one has it
-        slow.node.board.leader = 2
-        slow.node.check_hold()
-        assert slow.node.board.leader == 3
+def test_a_standby_that_takes_nothing_is_sent_everything_when_it_calls_again(start: Start) -> None:
+    slow, _ = start(PATIENCE_S)
+    (shadow,) = slow.node.desk.shadows
+    shadow.flush = lambda: None  # type: ignore[method-assign]
+    slow.node.kept.keep("segment/group-1/memory-2", os.memfd_create("it"), 0)
+    assert shadow not in slow.node.desk.peers and shadow.ended is not None
+    slow.turn_until(lambda: slow.node.desk.shadows)
 
 
-def test_what_an_agent_of_the_past_writes_on_the_board_is_put_right(tmp_path: Path) -> None:
-    with two(tmp_path) as (slow, _):
-        slow.node.board.next_term, slow.node.board.reach = 7, 99
+def test_what_an_agent_of_the_past_writes_on_the_board_is_put_right(start: Start) -> None:
+    slow, _ = start(PATIENCE_S)
+    slow.node.board.next_term, slow.node.board.reach = 7, 99
+    slow.node.look_around(0.0)
+    assert slow.node.board.next_term == 0 and slow.node.board.reach == 2
+
+
+def test_and_it_writes_nothing_once_it_knows_that_it_is_one(start: Start) -> None:
+    slow, _ = start(PATIENCE_S)
+    slow.node.board.leader, slow.node.board.reach = 2, 99
+    with pytest.raises(Replaced):
         slow.node.look_around(0.0)
-        assert slow.node.board.next_term == 0 and slow.node.board.reach == 2
+    assert slow.node.board.reach == 99

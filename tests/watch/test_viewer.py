@@ -57,23 +57,34 @@ def test_a_run_that_nobody_leads_any_more_is_given_up(unanswered: viewer.Viewer)
     assert unanswered.watch() == 1
 
 
-def test_it_waits_for_the_agent_that_ended_the_run_whoever_it_last_heard_of(
+def test_it_waits_for_every_agent_that_ended_the_run_whoever_it_last_heard_of(
     unanswered: viewer.Viewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leaders follow each other, and the end is read in a file: when a command returns, nothing of its run is left."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as agent:
-        unanswered._know_leader(os.getpid())
-        told = {"exit_code": 3, "pid": agent.pid, "machine": 0}
-        unanswered._listen = lambda: unanswered._folder.event("ended", "finished", **told)  # type: ignore[method-assign]
-        plain = select.select
+    """Leaders follow each other, and the end is read in a file; one may be replaced in the middle of it. When a command returns,
+    nothing of its run is left."""
+    command = [sys.executable, "-c", "input()"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as one,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as other,
+    ):
+        agents, plain = [one, other], select.select
+
+        def end() -> None:
+            fields = {"exit_code": 5 - len(agents), "pid": agents[0].pid, "machine": 0}
+            unanswered._folder.event("ended", "finished", **fields)
 
         def wait(read: list[int], *rest: Any) -> Any:
-            assert agent.poll() is None and agent.stdin is not None
-            agent.stdin.close()
+            ends = agents.pop(0)
+            assert ends.poll() is None and ends.stdin is not None
+            ends.stdin.close()
+            if agents:
+                end()
             return plain(read, *rest)
 
+        unanswered._know_leader(os.getpid())
+        unanswered._listen = end  # type: ignore[method-assign]
         monkeypatch.setattr(viewer.select, "select", wait)
-        assert unanswered.watch() == 3
-        # Not reaped by a wait of this test's: it had ended by then.
-        assert Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        assert agent.wait() == 1
+        assert unanswered.watch() == 4 and not agents
+        for agent in (one, other):
+            # Not reaped by a wait of this test's: it had ended by then.
+            assert Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
