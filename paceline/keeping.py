@@ -44,7 +44,9 @@ class Keeping:
         self._due = Due()
         """As all workers have it; a newcomer gets it with the state."""
         self._owed = False
-        """A checkpoint was due and could not be used: the next step gives one."""
+        """A checkpoint was due and could not be had: the next step at which it can gives one."""
+        self._last = False
+        """Whether the script's last loop ends at this boundary."""
 
     def capture(self, keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
         """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a
@@ -220,9 +222,8 @@ class Keeping:
         """Before anybody gets the state of this boundary: who comes here has to know what the others do next. The end of the
         last epoch is not entered again."""
         run = self._run
-        self._due = self._due.behind(
-            run.step, run.settings.checkpoint_every, ends and run.epoch + 1 < run._epochs_asked
-        )
+        self._last = ends and run.epoch + 1 >= run._epochs_asked
+        self._due = self._due.behind(run.step, run.settings.checkpoint_every, ends and not self._last)
 
     def checkpoint_if_due(self) -> None:
         """Where workers come together without a boundary."""
@@ -280,7 +281,13 @@ class Keeping:
             self._run.terms.gather(_TAKEN, bytes)
 
     def _take(self, states: Sequence[bytes]) -> None:
+        """Training does not wait for a disk, but at its end: there is no later step that could give one."""
         run = self._run
+        if self._last:
+            self.settle()
+        if not self._recorder.free(run.step):
+            self._owed = True
+            return
         with run._strategy.whole() as register:
             if register is not None:
                 assert isinstance(run._feeding.loop, Turns)
@@ -289,8 +296,8 @@ class Keeping:
                     self._owed = True
                     return
             taken = self.capture(keys=True, states=states)
-            if self._recorder.take(run.step, taken, run._replica.optimizers, run._feeding.at_loops_end(run.epoch)):
-                self._owed = False
+            self._recorder.take(run.step, taken, run._replica.optimizers, run._feeding.at_loops_end(run.epoch))
+            self._owed = False
 
     def _may_publish(self) -> bool:
         """A worker that the others have gone on without must not overwrite what they write."""

@@ -32,13 +32,17 @@ class Recorder:
         self._taken: _Taken | None = None
         self._late = True
 
-    def take(
-        self, step: int, snapshot: Snapshot, optimizers: Iterable[torch.optim.Optimizer], ends: bool = False
-    ) -> bool:
-        """Have this state written, with whether a loop ends here. Not if the one before is still being written: training does not wait for a disk."""
+    def free(self, step: int) -> bool:
+        """Whether this step's state can be taken now, and not only once the one before is written."""
         if self._writer.busy:
             self._writer.leave_out(step)
             return False
+        return True
+
+    def take(
+        self, step: int, snapshot: Snapshot, optimizers: Iterable[torch.optim.Optimizer], ends: bool = False
+    ) -> None:
+        """Have this state written, with whether a loop ends here."""
         if len(self._memory) < snapshot.nbytes:
             self._memory = on_huge_pages(snapshot.nbytes)  # kept: fresh pages cost six times the copy (measured)
         quiet = {id(tensor) for tensor in _quiet(optimizers)} if self._late else set()
@@ -55,7 +59,6 @@ class Recorder:
         self._taken = _Taken(memory, now, late)
         self._writer.write(step, self._taken, ends)
         self._taken.copy()
-        return True
 
     def settle(self) -> bool:
         """The script is back in our hands: decide on the state that is being copied. False: take another one."""

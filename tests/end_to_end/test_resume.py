@@ -144,6 +144,39 @@ def steps_written(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in listed(str(folder / "checkpoints"))]
 
 
+SLOW_DISK = """
+import threading
+from paceline.state.recorder import Recorder
+from paceline.state.writer import Writer
+freed, published = {6: threading.Event(), 16: threading.Event()}, threading.Event()
+tidy, finish = Writer._tidy, Recorder.finish
+
+def slow_tidy(writer, step):
+    published.set()
+    if step in freed:
+        freed[step].wait()
+    tidy(writer, step)
+
+def freeing_finish(recorder):
+    freed[6 if run.step < 16 else 16].set()
+    finish(recorder)
+
+Writer._tidy, Recorder.finish = slow_tidy, freeing_finish
+"""
+
+
+def test_a_checkpoint_that_the_disk_had_no_time_for_is_made_up(tmp_path: Path) -> None:
+    """Due at 11, had at 13; and the last, for which no later step could give one, waits for the disk."""
+    at = "if run.step == 10 and run.is_main: published.wait()  # else it is told on both sides of that\n"
+    at += "        if run.step in (12, 15): run._keeping.settle()"
+    text = SLOW_DISK + AT_ITS_END.replace("LOSS", "").replace("STOP", at)
+    every = ("-n", "2", "--slots", "2", "--checkpoint-every", "5", "--keep", "9")
+    result = launch(tmp_path, text, *every)
+    assert steps_written(result.folder) == [6, 13, 16, 20]
+    told = [event["why"] for event in result.events() if event["event"] == "warning"]
+    assert len(told) == 1 and "no checkpoint at step 11: the one before is still being written" in told[0], told
+
+
 def test_no_checkpoint_is_at_an_epochs_end_except_the_last(tmp_path: Path) -> None:
     """A name that only the body of the loop sets is there behind it, in a resumed run too."""
     text = AT_ITS_END.replace("LOSS", "").replace("STOP", "")

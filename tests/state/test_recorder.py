@@ -80,7 +80,10 @@ class Training:
         return copy.deepcopy(self.state())
 
     def take(self, step: int) -> bool:
-        return self.recorder.take(step, Snapshot(self.state()), self.optimizers)
+        free = self.recorder.free(step)
+        if free:
+            self.recorder.take(step, Snapshot(self.state()), self.optimizers)
+        return free
 
     def written(self) -> dict[int, Any]:
         return {found.step: Snapshot.read(found.read()).tree for found in listed(self.address)}
