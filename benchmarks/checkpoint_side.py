@@ -1,14 +1,11 @@
-"""One side of benchmarks/checkpoint.py: train in turns, on command.
-
-checkpoint_side.py writing|not-writing EVERY STEPS FOLDER
-"""
+"""The run of benchmarks/checkpoint.py. checkpoint_side.py WINDOW PAIRS RESULT, where RESULT gets [seconds a step of each window with
+a checkpoint, of each without, how many checkpoints were there in time]."""
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,49 +13,47 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import paceline
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.models import images, mlp
-from benchmarks.turns import wait_for_turns
 from paceline.state.checkpoint import listed
 
-side, every, steps, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+window, pairs, result = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 run = paceline.init(seed=0)
 model = mlp()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-loader = DataLoader(images(4096, flat=True), batch_size=64 * run.settings.workers, shuffle=True, drop_last=True)
+batch = 64 * run.settings.workers
+steps = 2 * window * (pairs + 2)  # a first pair warms up, and the last loop's end is not one of the windows
+data = images(4096, flat=True)
+order = torch.randint(len(data), (steps * batch,), generator=torch.Generator().manual_seed(0)).tolist()
+loader = DataLoader(data, batch_size=batch, sampler=order)
 run.prepare(model, optimizer, loader)
 
-
-def loop() -> Iterator[None]:
-    for _ in run.epochs(1 << 30):
-        for _batch in loader:
-            for x, y in run.slots():
-                F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+ends: list[tuple[float, float]] = []
+there = 0
 
 
-it = loop()
+def between(step: int) -> None:
+    """Behind the last step of a window: what is looked at here is in no window's time."""
+    global there
+    ended = time.perf_counter()
+    if run.is_main and step % (2 * window) == window and ends[2:]:
+        names = [found.step for found in listed(str(run._session.folder.checkpoints))]
+        there += step - window in names
+    ends.append((ended, time.perf_counter()))
 
 
-def turn() -> float:
-    """Seconds a step took; afterwards, whether the checkpoints that were due are there."""
-    start = time.perf_counter()
-    for _ in range(steps):
-        next(it)
-    took = (time.perf_counter() - start) / steps
-    if side == "writing" and run.is_main:
-        run._keeping.settle()
-        there = {checkpoint.check().step for checkpoint in listed(run._session.folder.checkpoints)}
-        due = range(-(-(run.step - steps) // every) * every, run.step, every)
-        with open(folder / "missed", "a") as file:
-            file.writelines(f"{step}\n" for step in due if step and step not in there)
-    return took
+for _ in run.epochs(1):
+    for _batch in loader:
+        for x, y in run.slots():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (run.step + 1) % window == 0:
+            between(run.step + 1)
 
-
-for _ in range(every // 2):  # so that a turn does not end with a checkpoint
-    next(it)
-wait_for_turns(folder, side, run.is_main, turn)
-os._exit(0)
+if run.is_main:
+    run._keeping.settle()
+    for found in listed(str(run._session.folder.checkpoints)):
+        found.check()
+    took = [(after[0] - before[1]) / window for before, after in zip(ends, ends[1:], strict=False)]
+    behind, apart = took[1::2], took[2::2]
+    result.write_text(json.dumps([behind[1 : pairs + 1], apart[1 : pairs + 1], there]))

@@ -97,10 +97,12 @@ class Side:
         return [times[side.name] for side in sides]
 
 
-def over_cases(about: str | None, cases: Sequence[tuple[Any, ...]], compare: Callable[..., str]) -> None:
+def over_cases(
+    about: str | None, cases: Sequence[tuple[Any, ...]], compare: Callable[..., str], pairs: int = 20
+) -> None:
     """The command line of a benchmark that compares two sides in several cases; a case begins with its name."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=pairs)
     parser.add_argument("--only", default="", help="run the cases whose name has this in it")
     options = parser.parse_args()
     for case in cases:
