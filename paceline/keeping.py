@@ -48,9 +48,16 @@ class Keeping:
         self._last = False
         """Whether the script's last loop ends at this boundary."""
 
-    def capture(self, keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
-        """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a
-        newcomer finds where they are, if they are wanted; and with the states of all replicas, where they train apart."""
+    def capture(self) -> Snapshot:
+        """The state between two steps; its tensors are references until it is written."""
+        return self._around(self._models())
+
+    def _models(self) -> dict[str, Any]:
+        return self._run._replica.capture() | self._gradients()
+
+    def _around(self, models: dict[str, Any], keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
+        """The models' tensors come first. With the keys of `run.kv`, which a newcomer finds where they are, if they are wanted;
+        and with the states of all replicas, where they train apart."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -58,7 +65,7 @@ class Keeping:
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in BITS},
-                "replica": run._replica.capture() | self._gradients(),
+                "replica": models,
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
                 "keys": run._kv.state_dict() if keys and run._kv is not None else {},
@@ -74,7 +81,8 @@ class Keeping:
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
                 "receipts": [list(receipt) for receipt in self.ledger.recent],
                 "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
-            }
+            },
+            first=models["tensors"],
         )
 
     def _gradients(self) -> dict[str, Any]:
@@ -295,8 +303,14 @@ class Keeping:
                 if run._feeding.loop.ends(register) and not run.stopped:
                     self._owed = True
                     return
-            taken = self.capture(keys=True, states=states)
-            self._recorder.take(run.step, taken, run._replica.optimizers, run._feeding.at_loops_end(run.epoch))
+            models, ends = self._models(), run._feeding.at_loops_end(run.epoch)
+            self._recorder.take(
+                run.step,
+                run._replica.optimizers,
+                models["tensors"],
+                lambda: self._around(models, keys=True, states=states),
+                ends,
+            )
             self._owed = False
 
     def _may_publish(self) -> bool:

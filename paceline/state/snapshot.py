@@ -1,12 +1,13 @@
 """What survives a process: tensors and plain values, as bytes that need no pickle.
 
-A tree of dicts, lists, tuples, tensors and plain values becomes a short header (msgpack) and the
-tensors' raw bytes behind it, each on a 64-byte boundary.
+A tree of dicts, lists, tuples, tensors and plain values becomes the tensors' raw bytes, each on a 64-byte boundary, a
+short header (msgpack) behind them, and that one's length: so tensors can be copied before the rest of the tree is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.tensors import onepass
 
-_ALIGN = 64
+_ALIGN, _LENGTH = 64, 8
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _TENSOR, _TUPLE, _DICT = "t", "l", "d"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -25,7 +26,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 class _Header(msgspec.Struct, array_like=True):
     tree: Any
     tensors: list[tuple[str, list[int], int]]
-    """(dtype, shape, where its bytes start behind the header)"""
+    """(dtype, shape, where its bytes start)"""
 
 
 class Copy(NamedTuple):
@@ -38,40 +39,34 @@ class Copy(NamedTuple):
     def make(self) -> None:
         onepass.copy(self.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8), self.target)
 
-    def stretches(self, size: int) -> Iterator[Copy]:
+    def stretches(self, size: int) -> Iterable[Copy]:
         """The same of a contiguous tensor, in copies of at most so many bytes."""
+        if self.target.nbytes <= size:
+            return (self,)
         raw = self.source.detach().view(-1).view(torch.uint8)
         return map(Copy, raw.split(size), self.target.split(size))
 
 
 class Snapshot:
-    """A tree of state at one moment; its tensors are references until it is written."""
+    """A tree of state at one moment; its tensors are references until it is written. `first`: those that `copies` puts where
+    they belong though nothing else is known."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, first: Sequence[torch.Tensor] = ()) -> None:
         self.tree = tree
-        self._tensors: list[torch.Tensor] = []
-        places, at = [], 0
-        plain = _plain(tree, self._tensors, "")
-        for tensor in self._tensors:
-            places.append((str(tensor.dtype), list(tensor.shape), at))
-            at += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        header = msgspec.msgpack.encode(_Header(plain, places))
-        self._first = -(-(8 + len(header)) // _ALIGN) * _ALIGN
-        self._header, self._places = header, places
-        self.nbytes = self._first + at
+        tensors: list[torch.Tensor] = []
+        plain = _plain(tree, tensors, "")
+        known = {id(tensor) for tensor in first}
+        self._tensors = [*first, *{id(tensor): tensor for tensor in tensors if id(tensor) not in known}.values()]
+        *starts, self._end = _places(self._tensors)
+        at = {id(tensor): start for tensor, start in zip(self._tensors, starts, strict=True)}
+        places = [(str(tensor.dtype), list(tensor.shape), at[id(tensor)]) for tensor in tensors]
+        self._header = msgspec.msgpack.encode(_Header(plain, places))
+        self.nbytes = self._end + len(self._header) + _LENGTH
 
     def lay(self, memory: memoryview) -> list[Copy]:
-        """All but the tensors into this memory; the copies that are still to be made."""
-        memory[:8] = len(self._header).to_bytes(8, "little")
-        memory[8 : 8 + len(self._header)] = self._header
-        if self.nbytes == self._first:
-            return []
-        behind = torch.frombuffer(memory, dtype=torch.uint8, offset=self._first)
-        return [
-            Copy(tensor, behind[at : at + tensor.numel() * tensor.element_size()])
-            for tensor, (_, _, at) in zip(self._tensors, self._places, strict=True)
-            if tensor.numel()
-        ]
+        """All but the tensors into this memory, of `nbytes`; the copies that are still to be made."""
+        memory[self._end :] = self._header + len(self._header).to_bytes(_LENGTH, "little")
+        return copies(self._tensors, memory)
 
     def write(self, memory: memoryview) -> None:
         for copy in self.lay(memory):
@@ -89,18 +84,39 @@ class Snapshot:
     @staticmethod
     def read(memory: memoryview) -> Snapshot:
         """The same tree, in memory of its own."""
-        size = int.from_bytes(memory[:8], "little")
-        header = msgspec.msgpack.decode(memory[8 : 8 + size], type=_Header)
-        first = -(-(8 + size) // _ALIGN) * _ALIGN
+        size = int.from_bytes(memory[-_LENGTH:], "little")
+        header = msgspec.msgpack.decode(memory[-_LENGTH - size : -_LENGTH], type=_Header)
         tensors = []
         for name, shape, at in header.tensors:
             tensor = torch.empty(shape, dtype=_DTYPES[name])
             if tensor.numel():
                 flat = tensor.view(-1).view(torch.uint8)
-                raw = np.frombuffer(memory, dtype=np.uint8, count=len(flat), offset=first + at)
+                raw = np.frombuffer(memory, dtype=np.uint8, count=len(flat), offset=at)
                 flat.copy_(torch.from_numpy(raw.copy()))
             tensors.append(tensor)
         return Snapshot(_tree(header.tree, tensors))
+
+
+def copies(tensors: Iterable[torch.Tensor], memory: memoryview) -> list[Copy]:
+    """Of tensors that a snapshot begins with."""
+    tensors = list(tensors)
+    flat = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+    starts = zip(tensors, _places(tensors), strict=False)
+    return [Copy(tensor, flat[at : at + _bytes(tensor)]) for tensor, at in starts if tensor.numel()]
+
+
+def room_for(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that `copies` of these need."""
+    return _places(tensors)[-1]
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each begins, one behind the other, and where the last one ends."""
+    return list(accumulate((-(-_bytes(tensor) // _ALIGN) * _ALIGN for tensor in tensors), initial=0))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _plain(value: Any, tensors: list[torch.Tensor], path: str) -> Any:

@@ -26,8 +26,8 @@ class Body(Protocol):
     def fill(self) -> None:
         """Copy what has not been copied yet."""
 
-    def sound(self) -> bool:
-        """Whether the memory holds the state of one moment; waits until that is known."""
+    def why_not(self) -> str:
+        """Why the memory does not hold the state of one moment, or nothing; waits until that is known."""
 
 
 class Writer:
@@ -94,10 +94,8 @@ class Writer:
             self._tell(f"older checkpoints than that of step {step} could not be removed: {_why(error)}")
 
     def _must_not_publish(self, step: int, body: Body) -> bool:
-        if not body.sound():
-            self._say(
-                step, "the optimizer's state was changed by hand between two steps; the next step is taken instead"
-            )
+        if why := body.why_not():
+            self._say(step, why)
             return True
         if not self._may_publish():
             self._say(step, "another worker writes them now")

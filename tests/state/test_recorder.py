@@ -29,6 +29,7 @@ class Gate:
         fill = recorder_module._Taken.fill
 
         def gated(taken: Any) -> None:
+            taken._laid.wait()
             if taken._late:
                 self.reached.set()
                 assert self.open.wait(30)
@@ -79,10 +80,17 @@ class Training:
         """The state as it is now, in memory of its own."""
         return copy.deepcopy(self.state())
 
-    def take(self, step: int) -> bool:
+    def take(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
         free = self.recorder.free(step)
         if free:
-            self.recorder.take(step, Snapshot(self.state()), self.optimizers)
+            state = self.state()
+            first = [tensor for model in state["models"] for tensor in model.values()]
+
+            def capture() -> Snapshot:
+                meanwhile()
+                return Snapshot(state, first)
+
+            self.recorder.take(step, self.optimizers, first, capture)
         return free
 
     def written(self) -> dict[int, Any]:
@@ -239,6 +247,42 @@ def test_two_threads_copy_what_must_not_be_late(training: Training, monkeypatch:
             tensor.zero_()
     training.recorder.finish()
     assert len(met) == 2 and alike(training.written()[1], expected)
+
+
+def test_the_models_are_copied_while_the_rest_is_put_together(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is memory, which the first state has made."""
+    assert training.take(1)
+    training.recorder.finish()
+    wanted = {tensor.data_ptr() for model in training.models for tensor in model.state_dict().values()}
+    copied, all_copied, make = set[int](), threading.Event(), Copy.make
+
+    def noted(one: Copy) -> None:
+        make(one)
+        copied.add(one.source.data_ptr())
+        if wanted <= copied:
+            all_copied.set()
+
+    monkeypatch.setattr(Copy, "make", noted)
+    expected = training.frozen()
+    assert training.take(2, meanwhile=lambda: all_copied.wait(30))
+    assert all_copied.is_set()
+    training.recorder.finish()
+    assert alike(training.written()[2], expected)
+
+
+def test_a_state_that_is_refused_leaves_nothing_waiting(training: Training) -> None:
+    assert training.take(1)
+    training.recorder.finish()
+
+    def refuse() -> None:
+        raise ValueError("a function is no state")
+
+    with pytest.raises(ValueError, match="no state"):
+        training.take(2, meanwhile=refuse)
+    training.recorder.finish()
+    assert list(training.written()) == [1] and "step 2: its state could not be put together" in training.told[0]
 
 
 def test_a_state_that_could_not_be_copied_is_not_kept(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

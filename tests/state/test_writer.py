@@ -51,13 +51,14 @@ def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sound", "allowed", "words"), [(False, True, "changed by hand"), (True, False, "another worker writes them")]
+    ("why_not", "allowed", "words"),
+    [("it was changed by hand", True, "changed by hand"), ("", False, "another worker writes them")],
 )
-def test_what_may_not_be_published_leaves_nothing(tmp_path: Path, sound: bool, allowed: bool, words: str) -> None:
+def test_what_may_not_be_published_leaves_nothing(tmp_path: Path, why_not: str, allowed: bool, words: str) -> None:
     write(tmp_path, 1)
     told: list[str] = []
     writer = Writer(str(tmp_path), 3, lambda: allowed, told.append)
-    writer.write(2, Whole(b"x", sound))
+    writer.write(2, Whole(b"x", why_not))
     writer.wait()
     assert len(told) == 1 and words in told[0]
     assert os.listdir(tmp_path) == ["step-00000001"]
@@ -70,8 +71,8 @@ class Held(Whole):
         super().__init__(raw)
         self.settled = threading.Event()
 
-    def sound(self) -> bool:
-        return self.settled.wait(30)
+    def why_not(self) -> str:
+        return "" if self.settled.wait(30) else "nobody settled it"
 
 
 def test_nothing_is_to_be_seen_before_it_is_published(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from paceline.state.writer import Writer
 class Whole:
     """Bytes that need no more copying."""
 
-    def __init__(self, raw: bytes, sound: bool = True) -> None:
-        self.memory, self._sound = memoryview(raw), sound
+    def __init__(self, raw: bytes, why_not: str = "") -> None:
+        self.memory, self._why_not = memoryview(raw), why_not
 
     def fill(self) -> None: ...
 
-    def sound(self) -> bool:
-        return self._sound
+    def why_not(self) -> str:
+        return self._why_not
 
 
 def body_of(step: int) -> bytes:
