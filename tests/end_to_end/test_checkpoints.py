@@ -73,7 +73,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def killed_in_a_write(folder: Path, drafts: str, address: Path, after: int) -> None:
     """A run of two, all of it killed while its main was in the middle of writing a checkpoint."""
     doomed = Doomed(folder, write_script(folder, SCRIPT), 2, FLAGS)
-    doomed.wait_for(lambda: any(found.step >= after for found in listed(str(address))))
+    doomed.wait_for(
+        lambda: any(
+            found.step >= after and (address / found.name / "manifest.json").exists() for found in listed(str(address))
+        )
+    )
     doomed.stop_main_when(lambda: unpublished(address, drafts))
     doomed.kill()
 
