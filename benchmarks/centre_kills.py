@@ -1,4 +1,4 @@
-"""The federated centre gets SIGKILL: python -m benchmarks.centre_kills [--seeds 30] [--workers 2] [--servers 2] [--out FILE]
+"""The federated centre gets SIGKILL: python -m benchmarks.centre_kills [--seeds 30] [--workers 2] [--servers 2] [--machines 1] [--out FILE]
 
 Each seed is one run of `benchmarks/federated_script.py` for every moment of a round; in a random round the server that leads the
 register is killed there. Printed: how long until others were told to lead, and until the round was over; whether rounds went
@@ -19,7 +19,8 @@ from typing import Any
 
 from benchmarks.tables import campaign, teller
 from benchmarks.turns import HERE
-from tests.end_to_end.launching import launch
+from tests.end_to_end.launching import Result, ended, launch
+from tests.end_to_end.machines import spread
 
 SCRIPT = HERE / "benchmarks" / "federated_script.py"
 ROUNDS, LIMIT_S = 6, 3.0
@@ -45,11 +46,11 @@ def reference() -> str:
         return launch(Path(folder), SCRIPT, "-n", "1", "--strategy", STRATEGY).weights
 
 
-def killed(folder: Path, seed: int, moment: str, workers: int, servers: int, want: str) -> Kill:
+def killed(folder: Path, seed: int, moment: str, workers: int, servers: int, want: str, machines: int = 1) -> Kill:
     number = random.Random(f"centre {seed} {moment}").randrange(1, ROUNDS - 1)
     flags = ("-n", str(workers), "--servers", str(servers), "--strategy", STRATEGY, "--checkpoint-every", "1")
     try:
-        done = launch(folder, SCRIPT, *flags, args=("0.002", f"{number}:{moment}"))
+        done = _launched(folder, flags, ("0.002", f"{number}:{moment}"), machines)
     except subprocess.TimeoutExpired:
         return Kill(-1, -1, "it did not end")
     if done.code or not (done.folder / "killed.json").exists():
@@ -60,6 +61,14 @@ def killed(folder: Path, seed: int, moment: str, workers: int, servers: int, wan
     odd = "" if done.weights == want else f"weights {done.weights[:16]}"
     odd = odd or _odd_rounds([event for event in events if event["event"] == "round"], done.summary["by_round"])
     return Kill(led - note["time"], (over[0] if over else led) - note["time"], odd)
+
+
+def _launched(folder: Path, flags: tuple[str, ...], args: tuple[str, ...], machines: int) -> Result:
+    """With several machines: each has agents of its own, and they meet over loopback."""
+    if machines == 1:
+        return launch(folder, SCRIPT, *flags, args=args)
+    with spread(folder, SCRIPT.read_text(), machines, *flags, args=args) as run:
+        return ended(run)
 
 
 def _odd_rounds(told: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> str:
@@ -74,14 +83,18 @@ def main() -> int:
     parser = campaign(__doc__, seeds=30)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--machines", type=int, default=1)
     options = parser.parse_args()
     tell, want, kills = teller(options.out), reference(), []
-    tell(f"{options.workers} workers, {options.servers} servers, {STRATEGY}; one worker comes to {want[:16]}")
+    there = f"{options.workers} workers, {options.servers} servers" + (
+        f", {options.machines} machines" if options.machines > 1 else ""
+    )
+    tell(f"{there}, {STRATEGY}; one worker comes to {want[:16]}")
     tell("seed  moment           led     round over  verdict")
     for seed in range(options.first, options.first + options.seeds):
         for moment in MOMENTS:
             with tempfile.TemporaryDirectory() as folder:
-                it = killed(Path(folder), seed, moment, options.workers, options.servers, want)
+                it = killed(Path(folder), seed, moment, options.workers, options.servers, want, options.machines)
             kills.append(it)
             verdict = it.odd or ("same" if it.led_s <= LIMIT_S else "LATE")
             tell(f"{seed:4}  {moment:13}  {it.led_s * 1e3:6.0f} ms  {it.round_s * 1e3:8.0f} ms  {verdict}")

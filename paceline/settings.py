@@ -164,8 +164,6 @@ def _check_strategy(s: Settings) -> None:
         )
     if s.on_death == "drop":
         _check_drop(s, entry)
-    if s.listen and entry.name == "Federated":
-        raise UsageError("--strategy federated is for one machine so far; leave --listen out")
 
 
 def _check_drop(s: Settings, entry: Entry) -> None:

@@ -221,19 +221,24 @@ class Terms:
         elif self._donor is not None:
             self._donor.at_boundary(self._session.view, state)
 
-    def reunite(self, trainers: list[int], state: Stateful) -> None:
+    def reunite(self, trainers: list[int], parted: Callable[[list[int]], None], state: Stateful) -> None:
         """Workers that run at their own pace are all at one place: enter what was announced meanwhile, and let those in who
-        have trained with them."""
+        have trained with them. Who leaves by that has trained too, and is no guest: `parted` is told."""
+        there = trainers
 
         def word() -> bytes:
-            guests = waiting.for_guests(self._session, trainers)
+            guests = waiting.for_guests(self._session, there)
             return self._session.next_term.to_bytes(8, "little") + bytes([guests])
 
         while True:
             words = self.gather(_REUNION, word)
             agreed = min(int.from_bytes(said[:8], "little") for said in words)
             if agreed > self._session.view.term:
+                before = self._session.view.members
                 self._change(agreed, state)
+                if left := [member for member in before if member not in self._session.view.members]:
+                    there = [worker for worker in there if worker not in left]
+                    parted(left)
             elif not any(said[8] for said in words):
                 return
 

@@ -117,6 +117,9 @@ class Turns(ABC):
 
     def _boundary(self) -> None:
         """A micro-batch is done, the next has not begun."""
+        self._stepper.agreed_term = (
+            0  # who left here would leave what it has in hand, and others who meet it at the end
+        )
         self._run._keeping.at_boundary()
 
     def _turn(self, want: int, delivered: list[Delivered], leaves: bool = False) -> Turned:
@@ -187,7 +190,8 @@ class Turns(ABC):
         if self._session.joining:
             run.terms.join(run._keeping)
             run.terms.catching_up = False
-        run.terms.reunite(turned.trainers, run._keeping)
+            turned.trainers = self._registered.trainers()  # somebody may have left before this one was let in
+        run.terms.reunite(turned.trainers, self._registered.parted, run._keeping)
         if not run.stopped and (code := run._stopping.code(turned.steps, {})):
             run._stopping.settle_one(code, self._session.worker, turned.steps)
         if run.stopped:

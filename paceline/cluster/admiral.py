@@ -91,6 +91,7 @@ class Admiral:
         self._folder.event("server ended", why, server=server, exit_code=code, lost=lost)
         if not lost:
             self._coordinator.save()
+            self._coordinator.changed()  # a machine that is told to go waits until it hears that this is written down
             return
         trace = crash_trace(self._folder.log_of("server", server)) if code < 0 else ""
         if code not in KILLS:  # a mistake, which another server would only repeat

@@ -134,6 +134,14 @@ class Registered(ABC):
             self.waits[slowest] = self.waits.get(slowest, 0.0) + seconds
         return turned
 
+    def trainers(self) -> list[int]:
+        """Who has trained in the stretch that is over, and is not gone."""
+        return self.turn(0, []).trainers
+
+    def parted(self, workers: list[int]) -> None:
+        """These have left at its end, alive and as agreed. Nothing more comes of them, as of the dead."""
+        self._ask(Lost(workers))
+
     def end_stretch(self, turned: Turned) -> None:
         """Everybody's weights are the same now."""
         self.pull(turned.count)

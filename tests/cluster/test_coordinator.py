@@ -95,3 +95,13 @@ def test_the_next_leader_comes_to_the_same_end(happens: Callable[[Coordinator], 
         second, _ = leader(office.state or begun(), writes=1000)
         happens(second)
         assert second.journal == undisturbed.journal, f"the first leader died after {writes} writes"
+
+
+def test_a_machine_that_goes_hears_that_the_end_of_its_server_is_written_down() -> None:
+    """It waits for that, and nothing else may happen that it would be told of."""
+    coordinator, office = leader(begun(), writes=1000)
+    heard: list[bytes] = []
+    coordinator.journal.doomed = [401]
+    coordinator.changed = lambda: heard.append(office.state)
+    coordinator.worker_ended(401, KILLED)
+    assert 401 in Journal.decode(heard[-1]).exits

@@ -182,12 +182,19 @@ def start(command: list[str], folder: Path, network: Network | None, machine: in
 
 
 @contextmanager
-def spread(folder: Path, script: str, machines: int, *flags: str, network: Network | None = None) -> Iterator[Spread]:
+def spread(
+    folder: Path,
+    script: str,
+    machines: int,
+    *flags: str,
+    args: tuple[str, ...] = (),
+    network: Network | None = None,
+) -> Iterator[Spread]:
     """A run named `it` on so many machines, which have all joined."""
     path = write_script(folder, script)
     host = network.machines[0].address if network is not None else "127.0.0.1"
     several = ["--machines", str(machines), "--listen", host]
-    command = [*COMMAND, "run", "--runs", "runs", "--name", "it", *several, *flags, str(path)]
+    command = [*COMMAND, "run", "--runs", "runs", "--name", "it", *several, *flags, str(path), *args]
     process = start(command, folder, network, 0)
     run = Spread(folder / "runs" / "it", process, folder, network)
     try:

@@ -40,9 +40,10 @@ def test_workers_main_and_the_coordinator_are_killed_and_nothing_of_it_is_in_the
     assert proven.returncode == 0 and "a receipt for each round" in " ".join(proven.stdout.split()), proven.stdout
 
 
-def test_the_centre_is_killed_at_a_moment_of_a_round(tmp_path: Path, weights: str, seed: int) -> None:
-    moment = random.Random(seed).choice(MOMENTS)
-    it = killed(tmp_path, seed, moment, workers=2, servers=2, want=weights)
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_centre_is_killed_at_a_moment_of_a_round(tmp_path: Path, weights: str, seed: int, machines: int) -> None:
+    moment = random.Random(seed + machines).choice(MOMENTS)
+    it = killed(tmp_path, seed, moment, workers=2, servers=2, want=weights, machines=machines)
     print(moment, it)
     assert not it.odd and it.led_s < 3.0
 

@@ -154,6 +154,20 @@ def test_servers_come_and_go_while_workers_push(tmp_path: Path) -> None:
     exact(result, 5 * 50)
 
 
+def test_a_worker_leaves_with_what_it_has_in_hand_done_and_another_comes(tmp_path: Path) -> None:
+    """At a stretch's end; whoever comes later has never seen it."""
+    script = SUMS.read_text().replace("time.sleep(PAUSE_S)", "time.sleep(0.0 if (run.dir / 'go').exists() else 0.005)")
+    with going(tmp_path, script, "-n", "2", "--servers", "1", "--strategy", "ssp:2", args=("20",)) as run:
+        run.wait_for_step(10)
+        assert paceline("scale", "it", "-n", "1", cwd=tmp_path).returncode == 0
+        run.wait_for(run.event("worker ended", worker=1, exit_code=0), "its leave")
+        assert paceline("scale", "it", "-n", "2", cwd=tmp_path).returncode == 0
+        run.wait_for(run.event("joined", worker=2), "another one")
+        finish(run)
+        result = ended(run)
+    exact(result, 20 * 50)
+
+
 TRAINS = (
     HEAD.replace("import torch,", "import sys\nimport torch,").replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()")
     + """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.servers.messages import Begin, Centre, Done, Hold, Lost, Ongoing, Turn, Turned
+from paceline.servers.messages import Begin, Centre, Done, Enter, Hold, Lost, Notes, Ongoing, Turn, Turned
 from paceline.servers.register import Delivered
 from paceline.servers.round_registry import RoundRegistry
 from paceline.servers.rounds import Closed, Rounds
@@ -208,6 +208,20 @@ def test_a_client_whose_data_nobody_has_is_not_waited_for_once_all_are_there() -
     server.ask(Begin(1, 0, 2, 0, 0, [0, 1], here=[]))
     over = server.turn(0, 0)
     assert over is not None and over.closed == Closed([(0, 10)], [1], 5)
+
+
+def test_a_round_waits_for_the_word_of_a_machine_that_comes_into_it() -> None:
+    server = Server(quorum=0, grace=0.0)
+    for worker in (0, 1):
+        server.ask(Begin(worker, 0, 2, 0, 0, [0, 1], here=[worker]))
+    with server.registry.changed:
+        server.registry.do(Notes(0, []), memoryview(b"what a newcomer needs to know"))
+    assert server.in_hand(0) == [0]
+    assert server.ask(Enter(2)) == Done()
+    server.ask(Lost([1]))
+    assert server.turn(0, 0) is None, "worker 2 has not said what it has"
+    server.ask(Begin(2, 0, 2, 0, 0, [0, 1], here=[1]))
+    assert server.in_hand(2) == [1]
 
 
 def test_nothing_arrives_while_a_checkpoint_is_taken() -> None:
