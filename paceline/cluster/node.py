@@ -30,7 +30,7 @@ from paceline.cluster.journal import End, Journal
 from paceline.cluster.kept import BOARD
 from paceline.cluster.memory import Segments
 from paceline.cluster.messages import Ended
-from paceline.cluster.nursing import Fork, Nursery
+from paceline.cluster.nursing import Fork, Nursery, end_silent
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead
 from paceline.launch.environment import NEWEST, Ticket, nursery_environment, own_environment
@@ -41,6 +41,10 @@ GRACE_S = 1.5
 """After a failure the others get this long to notice and leave by themselves; then they are killed."""
 _STANDBY_EVERY_S = 1.0
 _SERVER = "paceline.servers.process"
+_NURSERY = "nursery"
+"""Under which name its pidfd outlives this agent."""
+_NURSERY_S = 10.0
+"""How long a nursery may take to answer who takes over: as long as torch takes to import."""
 """What a server runs, where a worker runs the script."""
 
 
@@ -123,11 +127,14 @@ class Node:
 
     def _find_nursery(self) -> None:
         try:
-            nursery = Nursery.connect(self._nursery_address, self.place.secret)
+            nursery = Nursery.connect(self._nursery_address, self.place.secret, _NURSERY_S)
             nursery.ask_for_children()  # whose end the last agent may have been told alone
             self.crew.use(nursery)
         except OSError:
-            self.folder.event("nursery lost", "it went with the agent before; another one starts when needed")
+            if (kept := self.kept.get(_NURSERY)) is not None:
+                end_silent(kept[0])
+                self.kept.release(_NURSERY)
+            self.folder.event("nursery lost", "it is gone, or says nothing; another one starts when needed")
 
     def turn(self, tick_s: float) -> float:
         """Deal with whatever happens, for a tick at most; the time."""
@@ -244,7 +251,9 @@ class Node:
 
     def _start_nursery(self) -> Nursery:
         environment = nursery_environment(os.environ, self.job.settings.threads)
-        return Nursery.start(environment, self._log("nursery"), self._nursery_address, self.place.secret)
+        nursery = Nursery.start(environment, self._log("nursery"), self._nursery_address, self.place.secret)
+        self.kept.keep(_NURSERY, nursery.pidfd())
+        return nursery
 
     def _log(self, role: str) -> Path:
         return self.folder.logs / f"{role}{f'-{self.number}' if self.number else ''}.log"

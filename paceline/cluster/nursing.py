@@ -115,9 +115,10 @@ class Nursery:
     def start(environment: dict[str, str], log: Path, address: str, secret: bytes) -> Nursery:
         """Start one that listens on `address` from now on; it imports torch meanwhile."""
         # It is given its sockets: no moment in which nobody listens yet, and no handshake to wait for.
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as undo, theirs, wire.listen(address) as door, open(log, "ab") as file:
+        with contextlib.ExitStack() as undo, wire.listen(address) as door, open(log, "ab") as file:
+            ours, theirs = socket.socketpair()
             undo.callback(ours.close)
+            undo.callback(theirs.close)
             fds = (door.fileno(), theirs.fileno())
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "paceline.launch.nursery", *map(str, fds), str(log)],
@@ -129,15 +130,21 @@ class Nursery:
                 start_new_session=True,
             )
             undo.pop_all()
+            theirs.close()
         return Nursery(ours, process)
 
     @staticmethod
-    def connect(address: str, secret: bytes) -> Nursery:
-        """For an agent that takes over. OSError if no nursery listens there (any more)."""
-        return Nursery(wire.connect(address, secret))
+    def connect(address: str, secret: bytes, patience_s: float = 30.0) -> Nursery:
+        """For an agent that takes over. OSError if no nursery listens there (any more), or it says nothing for so long: it is
+        frozen, or still imports from a slow disk."""
+        return Nursery(wire.connect(address, secret, patience_s))
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def pidfd(self) -> int:
+        """Of one that was started here, for whoever calls."""
+        return os.dup(self._pidfd)
 
     @property
     def alive(self) -> bool:
@@ -218,6 +225,13 @@ class Nursery:
         held, self._held = self._held or [], None
         for request in held:
             self._send(request)
+
+
+def end_silent(pidfd: int) -> None:
+    """Kill a nursery that says nothing: it holds the address that the next one needs. Its workers live on."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    _readable(pidfd, _QUIT_S)
 
 
 def _readable(fd: int, wait_s: float) -> bool:

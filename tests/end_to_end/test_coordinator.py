@@ -139,6 +139,22 @@ def test_the_standby_and_the_nursery_are_replaced(tmp_path: Path, weights: str) 
     assert any(event["event"] == "nursery lost" for event in result.events())
 
 
+@pytest.mark.long
+def test_a_nursery_that_says_nothing_to_the_next_leader_is_replaced(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds its address as long as it lives: the leader that started another one used to die of that."""
+    monkeypatch.setenv("ITS_OWN", "nursery, and no stand-in of the tests that others end")
+    with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4", "--fault", "freeze nursery @step 20 for 600s") as run:
+        run.wait_for(run.event("fault"), "the freeze")
+        lead_on(run)
+        run.wait_for(run.event("nursery lost"), "the end of the leader's patience")
+        run.kill(1)
+        run.wait_for(run.event("joined"), "a replacement")
+        finish(run)
+        assert ended(run).weights == weights
+
+
 def test_a_frozen_worker_is_evicted_after_its_lease(tmp_path: Path, weights: str) -> None:
     flags = ("--lease", "0.5", "--fault", "freeze worker:1 @step 50 for 600s")
     with going(tmp_path, SCRIPT, "-n", "3", "--slots", "4", *flags) as run:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import wire
-from paceline.cluster.nursing import Born, Closed, Exited, Nursery, Ready, Told
+from paceline.cluster.nursing import Born, Closed, Exited, Nursery, Ready, Told, end_silent
 from paceline.launch import nursery as nursery_module
 from tests.launch.visiting import (
     DEADLINE_S,
@@ -82,6 +82,26 @@ def test_the_agents_death_is_survived_and_the_end_of_the_run_is_everybodys(tmp_p
     os.close(old.pidfd)
     assert (tmp_path / "worker-4.log").read_text() == "", "it still waited, and was ended"
     assert (tmp_path / "nursery.log").read_text() == ""
+
+
+def test_a_nursery_that_says_nothing_is_ended_and_another_one_has_its_address(tmp_path: Path) -> None:
+    """It still imports from a slow disk, or is frozen; meanwhile the agent that started it has died."""
+    address = new_address()
+    silent = Nursery.start(environment(), tmp_path / "log", address, SECRET)
+    pidfd = silent.pidfd()
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    with pytest.raises(OSError, match="timed out"):
+        Nursery.connect(address, SECRET, patience_s=0.05)
+    with pytest.raises(OSError, match="in use"):
+        Nursery.start(environment(), tmp_path / "log", address, SECRET)
+    end_silent(pidfd)
+    assert ended(pidfd)
+    os.close(pidfd)
+    assert silent._process is not None and silent._process.wait() == -signal.SIGKILL
+    silent.close()
+    with visiting(Nursery.start(environment(), tmp_path / "log", address, SECRET), tmp_path) as visitor:
+        assert visitor.wait(Ready)
+        visitor.nursery.quit()
 
 
 def test_a_nursery_that_dies_is_seen_at_once(tmp_path: Path) -> None:
