@@ -95,7 +95,7 @@ class Rounds:
             there = [locker for locker in others if not locker.empty]
             ahead = [locker for locker in there if own.empty or locker.rounds > own.rounds]
             if ahead:
-                theirs = Snapshot.read(max(ahead, key=lambda locker: locker.rounds).copied())
+                theirs = Snapshot.read(max(ahead, key=lambda locker: locker.rounds).copied()[1])
                 if self.slot not in (theirs.tree["strategy"]["present"] or range(self._slots)):
                     return theirs
         return Snapshot.read(self._own_state())
