@@ -72,6 +72,8 @@ def run(
         flags = ["--runs", runs, "--name", "it", "-n", "2", "--slots", "2", "--strategy", strategy, "--show", "none"]
         flags += more
         several = ["--machines", "2", "--listen", one.address]
+        if tree == ROOT:  # what is compared is the exchange; code before had no copies
+            several.append("--no-state-copies")
         options: dict[str, Any] = {"cwd": tree, "env": environment(tree), "stdout": subprocess.DEVNULL}
         going = one.popen([*PACELINE, "run", *flags, *several, SCRIPT, *words], **options)
         folder = Path(runs) / "it"

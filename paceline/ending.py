@@ -38,6 +38,8 @@ def end(run: Run) -> None:
     _tell(run, digest)
     if run._stepper is not None:
         run._strategy.close()
+    if run._feeding.loop is not None:
+        run._feeding.loop.close()
     run.terms.close()
     run._session.leave()
 

@@ -4,7 +4,7 @@ settled behind it, and what becomes of one that has missed some."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -58,6 +58,8 @@ class Exchanges:
         """Others have gone on without this replica: what they have at the exchange that it has to come to."""
         self.samples = 0
         """Of the whole run, at the last exchange."""
+        self.copied: Callable[[], None] = lambda: None
+        """Waits until this replica's state is where a lost machine does not take it."""
 
     @property
     def sits_out(self) -> bool:
@@ -112,6 +114,7 @@ class Exchanges:
                     terms.come_in()
                 if not self.attendance.assemble(self.slot, strategy.rounds, least):
                     return False
+                self.copied()
                 words = self._said(gift, receipts)
                 newest = max(word.rounds for word in words)
                 if any(word.rounds < newest for word in words):

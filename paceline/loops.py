@@ -31,6 +31,9 @@ class Loop(Protocol):
     def collect(self) -> None:
         """Main's, at the end of the run: receipts that nobody has written."""
 
+    def close(self) -> None:
+        """The run is over."""
+
 
 def loop_of(run: Run, strategy: Strategy, stepper: Stepper) -> Loop:
     from paceline.client_turns import ClientTurns

@@ -4,7 +4,8 @@ until they meet.
 Behind each exchange a replica leaves its whole state in a locker (`state.lockers`). If its worker dies, a newcomer takes
 the locker over and trains the rest from there: the same samples, the same random numbers, the same bits. The others see
 nothing of that until they meet; there they wait for it. One that died behind an exchange, before its state was in the
-locker, has missed that exchange when it comes again: it takes what the others have had behind it.
+locker, has missed that exchange when it comes again: it takes what the others have had behind it. On several machines
+the newcomer may be on another one, and the state in another one's locker (`copies`).
 
 With `--on-death drop` they go on without one that is lost for long (`attendance`): before the exchange they train the shares
 that it had in this round, and from then on its part of every batch. Whoever takes its place later sits out until it
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.board import Phase
+from paceline.copies import Copies
 from paceline.data.loader import Feed, Share
 from paceline.data.order import mix
 from paceline.data.pieces import NOTHING
@@ -26,7 +28,7 @@ from paceline.data.receipts import NO_TALLY, OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
 from paceline.exchanges import Exchanges
 from paceline.session import user_line
-from paceline.state.lockers import Locker
+from paceline.state.lockers import Locker, Lockers
 from paceline.state.snapshot import Snapshot
 from paceline.steps import Batch
 from paceline.strategies.presence import Deal, owed, taken_over
@@ -37,14 +39,15 @@ if TYPE_CHECKING:
     from paceline.strategies.averaging import Averaging, Gift
 
 _STATES = mix(503)
-_POLL_S = 0.001
+_POLL_S, _AGAIN_S = 0.001, 0.5
 
 
 class Rounds:
     def __init__(self, run: Run, strategy: Averaging, stepper: Stepper) -> None:
         self._run, self._strategy, self._stepper = run, strategy, stepper
         self._session, self._slots = run._session, run.settings.slots
-        self._lockers: dict[int, Locker] = {}
+        self._copies = Copies(self._session) if self._session.apart else None
+        self._lockers = self._copies.lockers if self._copies is not None else Lockers(self._session.segment)
         self.slot = -1
         self._given: Gift | None = None
         """What is exchanged now, if the result is not in yet."""
@@ -55,6 +58,8 @@ class Rounds:
         self._ends = False
         """Whether that loop ends with this step, and the next one has an exchange before its own end."""
         self._exchanges = Exchanges(run, strategy, stepper)
+        if self._copies is not None:
+            self._exchanges.copied = self._copies.wait
         stepper.stop_code, stepper.delivered = int, self._delivered
         if not self._session.joining:
             self._take_slot([self._session.rank, *range(self._slots)])
@@ -65,6 +70,8 @@ class Rounds:
         """The first of these that nobody has; wait for one."""
         session = self._session
         free = slots[0] if not session.launched or session.dry_run else None
+        if self._copies is not None:
+            slots = [self._copies.claim(list(slots))]
         while free is None:
             session.check_run()
             time.sleep(_POLL_S)
@@ -84,20 +91,30 @@ class Rounds:
         session.row.enter(Phase.JOINING)
         session.needed()
         self._take_slot([slot for slot in range(self._slots) if not self._locker(slot).empty] or range(self._slots))
-        self._run._keeping.restore(self._first_state())
+        while (state := self._first_state()) is None:
+            session.check_run()
+            time.sleep(_AGAIN_S)
+        self._run._keeping.restore(state)
         self._exchanges.begin()
+        self._copy()
         session.row.enter(Phase.SCRIPT)
 
-    def _first_state(self) -> Snapshot:
-        """What this replica has left; or the others, if they have gone on without it."""
+    def _first_state(self) -> Snapshot | None:
+        """What this replica has left; or the others, if they have gone on without it. Nothing, if they are about to: its own is
+        lost with its machine."""
+        if self._copies is not None:
+            self._copies.bring(self.slot, self._exchanges.attendance.drops)
         own, others = self._locker(self.slot), [self._locker(k) for k in range(self._slots) if k != self.slot]
         if self._exchanges.attendance.drops:
             there = [locker for locker in others if not locker.empty]
             ahead = [locker for locker in there if own.empty or locker.rounds > own.rounds]
             if ahead:
-                theirs = Snapshot.read(max(ahead, key=lambda locker: locker.rounds).copied())
+                rounds, state = max(ahead, key=lambda locker: locker.rounds).copied()
+                theirs = Snapshot.read(state)
                 if self.slot not in (theirs.tree["strategy"]["present"] or range(self._slots)):
                     return theirs
+                if rounds > (0 if own.empty else own.rounds + 1):
+                    return None
         return Snapshot.read(self._own_state())
 
     def _own_state(self) -> memoryview:
@@ -111,14 +128,17 @@ class Rounds:
             time.sleep(_POLL_S)
 
     def _locker(self, slot: int) -> Locker:
-        if slot not in self._lockers:
-            self._lockers[slot] = Locker(slot, self._session.segment)
-        return self._lockers[slot]
+        return self._lockers.of(slot)
 
     def _keep(self) -> None:
         """The state of right now is what a newcomer would go on from."""
         if self._session.launched and not self._exchanges.is_behind:
             self._locker(self.slot).put(self._strategy.rounds, self._run._keeping.capture())
+            self._copy()
+
+    def _copy(self) -> None:
+        if self._copies is not None:
+            self._copies.offer(self.slot)
 
     # loops
 
@@ -267,6 +287,10 @@ class Rounds:
 
     def collect(self) -> None:
         return
+
+    def close(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
 
     # an exchange
 

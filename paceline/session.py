@@ -244,7 +244,7 @@ class Session:
             self._check_members()
             if term > self.view.term:
                 return term
-            if self.board.reach < needed and self.loose:
+            if self.board.reach < needed and self.loose and not self._may_come_elsewhere(needed):
                 raise PeerLostError(
                     f"--strategy {self.settings.strategy} has {needed} replicas, one a worker, and only {self.board.reach} workers "
                     "will be there. Go on from a checkpoint, if there is one (`paceline resume`)"
@@ -256,12 +256,26 @@ class Session:
                 )
             if self.board.reach < needed and self.is_main and not told:
                 told = True
-                self.notice(
-                    f"a flat loop with {needed} slots waits for a machine: those that are left have places for {self.board.reach} "
-                    "workers (let one join: paceline agent --join; or add the inner loop over run.slots(), which needs none)"
-                )
+                self._tell_short(needed)
             self.give_up_unled()
             time.sleep(_POLL_S)
+
+    def _may_come_elsewhere(self, needed: int) -> bool:
+        """Whether lost replicas may be on a machine that is left, and only a place is missing."""
+        return self.apart and self.settings.state_copies and self.board.reach_with_room >= needed
+
+    def _tell_short(self, needed: int) -> None:
+        """Machines have gone, and the others have too few places."""
+        places = f"those that are left have places for {self.board.reach} workers"
+        if self.loose:
+            self.notice(
+                f"{needed} replicas, one a worker, wait for a machine: {places} (let one join: paceline agent --join)"
+            )
+        else:
+            self.notice(
+                f"a flat loop with {needed} slots waits for a machine: {places} (let one join: paceline agent --join; or add the "
+                "inner loop over run.slots(), which needs none)"
+            )
 
     def _check_members(self) -> None:
         """Whether this worker's view is over: where terms end apart, one who is gone may have left as agreed."""

@@ -69,6 +69,9 @@ class Settings:
     )
     drop_after: float = _setting(5.0, "seconds for which the others wait for a lost replica before they drop it")
     min_workers: int = _setting(2, "replicas without which a run that drops lost ones waits for another worker")
+    state_copies: bool = _setting(
+        True, "copy each replica's state to another machine while it trains, so that its own may be lost"
+    )
     steps: int = _setting(0, "stop after this many steps (0: no limit)")
     epochs: int = _setting(0, "train this many epochs instead of the script's own number (0: the script's)")
     seconds: float = _setting(0.0, "stop after this many seconds (0: no limit)")

@@ -20,6 +20,10 @@ def words(settings: Settings, machine: str) -> str:
     any process and any machine of this run may die; what ssp:3+int8 has kept for a worker is lost with it; if all do, it is lost: give --checkpoint-every N
     >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", on_death="drop"), "node-1"))
     any process of this run may die, and any machine but node-1; the run ends if node-1 dies (give --store etcd://…); then it is lost: give --checkpoint-every N
+    >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", store="etcd://e"), "node-1"))
+    any process and any machine of this run may die; a lost machine's replicas go on on another one from their copies, unless a second one is lost before these are made again; if all do, it is lost: give --checkpoint-every N
+    >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", store="etcd://e", state_copies=False), "node-1"))
+    any process of this run may die; the run ends if a machine does, which has the states of its replicas (leave --no-state-copies out); then it is lost: give --checkpoint-every N
     >>> print(words(Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
     """
@@ -34,8 +38,17 @@ def words(settings: Settings, machine: str) -> str:
             f"; after a worker's death it {back}, for on several machines nobody else has what {settings.strategy} keeps for its "
             "slots (+bf16 spares it that)"
         )
-    if settings.listen and entry.apart and settings.on_death == "replay":
-        first = "any process of this run may die; the run ends if a machine does, which has the states of its replicas; then"
+    replays = bool(settings.listen) and entry.apart and settings.on_death == "replay"
+    if replays and settings.state_copies:
+        cost += (
+            "; a lost machine's replicas go on on another one from their copies, unless a second one is lost before these are made "
+            "again"
+        )
+    if replays and not settings.state_copies:
+        first = (
+            "any process of this run may die; the run ends if a machine does, which has the states of its replicas (leave "
+            "--no-state-copies out); then"
+        )
     elif settings.store:
         first = f"any process and any machine of this run may die{cost}; if all do,"
     elif settings.listen:

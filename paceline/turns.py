@@ -165,6 +165,9 @@ class Turns(ABC):
         """Main's, between stretches: receipts that nobody was main for."""
         self._turn(0, [], leaves=True)
 
+    def close(self) -> None:
+        return
+
     @abstractmethod
     def _leave(self) -> None:
         """The script has left the loop: others do the rest."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.cluster.board import Phase
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, TermEnded
 
 if TYPE_CHECKING:
     from paceline.session import Session
 
 _POLL_S = 0.001
+_SLICE_S = 0.01
 
 
 def for_main(session: Session) -> None:
@@ -55,6 +57,15 @@ def for_change(session: Session, until: float | None, least: int) -> None:
             )
         session.give_up_unled()
         time.sleep(_POLL_S)
+
+
+def for_copy(session: Session, is_there: Callable[[float], bool]) -> None:
+    """Until what this replica has left is on another machine too; or its view is over, and with that the other machine may be."""
+    while not is_there(_SLICE_S):
+        session.check_run()
+        if session.overtaken:
+            raise TermEnded(f"term {session.view.term} is over")
+        session.give_up_unled()
 
 
 def for_guests(session: Session, trainers: list[int]) -> bool:

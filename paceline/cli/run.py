@@ -79,6 +79,11 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--drop-after", type=float, help="Seconds a lost replica is waited for before that.  [default: 5]")
 @click.option("--min-workers", type=int, help="Replicas without which the run waits instead.  [default: 2]")
+@click.option(
+    "--state-copies/--no-state-copies",
+    default=None,
+    help="Copy each replica's state to another machine, so that its own may be lost.  [default: yes, with several]",
+)
 @click.option("--resume", type=click.Choice(["auto"]), help="auto: if --name has a checkpoint, go on from it.")
 @click.option("--steps", type=int, help="Stop after this many steps.")
 @click.option("--epochs", type=int, help="Train this many epochs instead of the script's number.")

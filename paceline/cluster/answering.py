@@ -81,7 +81,7 @@ class Answering:
             case messages.Layout(after):
                 node.desk.wait(peer, ("layout", after))
             case (
-                messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed() | messages.ServerReady()
+                messages.Claim() | messages.CaughtUp() | messages.Healed() | messages.Put() | messages.Failed() | messages.ServerReady()
                 | messages.Sizes() | messages.Filled() | messages.GoBack() | messages.RolledBack()
             ):  # fmt: skip
                 node.master.decide(peer, worker, message)

@@ -65,6 +65,8 @@ class Coordinator:
                 self.journal.facts[key] = value
                 self.save()
                 self.changed()
+            case messages.Claim(slots):
+                return self._claim(worker, slots)
             case messages.ServerReady() | messages.Sizes() | messages.Filled():
                 self._admiral.hear(worker, message)
             case messages.GoBack(why):
@@ -116,6 +118,15 @@ class Coordinator:
             "joined", "it has the run's state", worker=worker, notice=f"worker {worker} has joined", **fields
         )
         self.follow_up(instructions)
+
+    def _claim(self, worker: int, slots: list[int]) -> messages.Value:
+        """Which replica this worker is to train."""
+        before = dict(self.journal.replicas)
+        slot = self.journal.claim(worker, slots)
+        if self.journal.replicas != before:
+            self.save()
+            self.changed()
+        return messages.Value("" if slot is None else str(slot))
 
     def leaves(self, number: int) -> None:
         """A worker that was told to go (SIGTERM) leaves at a step's end; if all are, the run stops."""

@@ -11,7 +11,7 @@ import msgspec
 from paceline.cluster.blame import Raised
 from paceline.cluster.board import Phase, Stop
 from paceline.cluster.fleet import Fleet
-from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Start, View
+from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Standing, Start, View
 
 
 class Failure(msgspec.Struct):
@@ -70,6 +70,8 @@ class Journal(msgspec.Struct):
     """For each term, that of the view that followed the first death in it."""
     facts: dict[str, str] = {}
     """What workers have told for the others."""
+    replicas: dict[int, int] = {}
+    """The worker that trains each slot's replica, or had it when it died; where they train apart, on several machines."""
     machines: dict[int, Machine] = {}
     awaited: int = 0
     """How many machines must be there before the first worker starts; 0: they are, or have been."""
@@ -172,6 +174,20 @@ class Journal(msgspec.Struct):
                 case Kill(number, _):
                     self.doomed.append(number)
         return fresh
+
+    def claim(self, worker: int, slots: Sequence[int]) -> int | None:
+        """The first of these slots whose replica no living worker has is this one's now; if it has one, that."""
+        standing = self.membership.standing
+
+        def lives(number: int) -> bool:
+            return standing.get(number, Standing.GONE) is not Standing.GONE
+
+        free = [slot for slot in slots if slot not in self.replicas or not lives(self.replicas[slot])]
+        mine = next((slot for slot, owner in self.replicas.items() if owner == worker), None)
+        if mine is None and free and lives(worker):
+            mine = free[0]
+            self.replicas[mine] = worker
+        return mine if lives(worker) else None
 
     def _free_spot(self) -> tuple[int, int]:
         """The emptiest machine, and its first free place."""

@@ -66,6 +66,13 @@ class Needed(msgspec.Struct, tag=True):
     have the run's state, once it is needed."""
 
 
+class Claim(msgspec.Struct, tag=True):
+    """On several machines: this worker wants to train one of these slots' replicas, the first that nobody has. The answer is its
+    number, or an empty `Value` if there is none now."""
+
+    slots: list[int]
+
+
 class CaughtUp(msgspec.Struct, tag=True):
     """A newcomer has the run's state, and follows: it can be let in."""
 
@@ -242,7 +249,7 @@ class Scale(msgspec.Struct, tag=True):
 
 
 Message = (
-    Hello | Welcome | Ready | Needed | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
+    Hello | Welcome | Ready | Needed | Claim | CaughtUp | Healed | Next | After | Entering | Segment | Granted | Put | Get | Value | Failed
     | ServerReady | Sizes | Filled | GoBack | RolledBack | Layout | Placed | Done | Refused | Shadow | Keep | Release | Watch | Members | Ended | Steer | Stop | Scale
 )  # fmt: skip
 ANY = decoder(Message)

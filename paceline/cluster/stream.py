@@ -112,7 +112,7 @@ class Giving:
 
     def _let_go(self) -> None:
         self._queue.clear()
-        _hang_up(self._socket)
+        hang_up(self._socket)
         os.close(self._bell)
         self._bell = -1
 
@@ -214,14 +214,14 @@ class Taking:
                 raise OvertakenError(f"the donor is gone: {error}") from None
 
     def _wait(self, events: int) -> None:
-        if not _ready(self._socket.fileno(), events):
+        if not ready(self._socket.fileno(), events):
             self._check()
 
     def close(self) -> None:
-        _hang_up(self._socket)
+        hang_up(self._socket)
 
 
-def _hang_up(sock: socket.socket) -> None:
+def hang_up(sock: socket.socket) -> None:
     """For processes that were forked off this one, too."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
@@ -230,21 +230,27 @@ def _hang_up(sock: socket.socket) -> None:
 
 def reach(address: str, secret: bytes, worker: int, check: Check) -> Taking:
     """Call the member at this address for its state. OSError: it cannot be reached."""
-    attempt = call(address, secret, Heal(worker))
+    return Taking(connect(address, secret, Heal(worker), check), check)
+
+
+def connect(address: str, secret: bytes, label: msgspec.Struct, check: Check) -> socket.socket:
+    """Call the worker at this address for what the label says. OSError: it cannot be reached."""
+    attempt = call(address, secret, label)
     while True:
         try:
             fd, events = next(attempt)
         except StopIteration as end:
-            return Taking(end.value, check)
+            sock: socket.socket = end.value
+            return sock
         try:
-            while not _ready(fd, events):
+            while not ready(fd, events):
                 check()
         except BaseException:
             attempt.close()
             raise
 
 
-def _ready(fd: int, events: int) -> bool:
+def ready(fd: int, events: int) -> bool:
     poll = select.poll()
     poll.register(fd, events)
     return bool(poll.poll(_SLICE_S * 1e3))

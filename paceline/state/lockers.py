@@ -3,12 +3,16 @@
 A slot's locker has room for two states: the newer one counts once it is whole. It belongs to one process at a time: by a
 lock on its descriptor, which the kernel takes back the moment that process is dead. A POSIX lock, since children (a
 loader's processes) would go on holding any other one.
+
+On several machines each has a locker of every slot: the replica's own, where it trains, and on another one the copy of
+it (`copies`), which belongs to whoever takes it in while it comes.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable
 
 from paceline.state.snapshot import Snapshot
@@ -29,10 +33,13 @@ class Locker:
         words = Segment(fd, _HEAD).words(0, 1 + 2 * len(_ENTRY))
         self._current, self._entries = words[:1], words[1:].reshape(2, len(_ENTRY))
         """Which of two entries counts (0: none does), and what each says of its state."""
-        self._memory: tuple[int, Segment] | None = None
+        self._memory: tuple[str, Segment] | None = None
+        self._next = (0, 0, 0, 0)
+        """Of the state that is being put: its generation, room, side and size."""
 
-    def _name(self, generation: int) -> str:
-        return f"replica-{self._slot}/{generation}"
+    def _name(self, generation: int, room: int = 0) -> str:
+        """By its size too: whoever had begun to put a first state of its kind may be dead, and it was of another size."""
+        return f"replica-{self._slot}/{generation}{f'-{room}' if room else ''}"
 
     def claim(self) -> bool:
         """Whether this process has it now: nobody else does."""
@@ -41,6 +48,9 @@ class Locker:
         except (BlockingIOError, PermissionError):
             return False
         return True
+
+    def release(self) -> None:
+        fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     @property
     def empty(self) -> bool:
@@ -53,13 +63,23 @@ class Locker:
 
     def put(self, rounds: int, state: Snapshot) -> None:
         """Until this is whole, the state before it stands."""
+        state.write(self.room_for(state.nbytes))
+        self.settle(rounds)
+
+    def room_for(self, nbytes: int) -> memoryview:
+        """Where the next state goes, as bytes; it counts once it is settled."""
         generation, room, side = (int(word) for word in self._entries[self._current[0] - 1][:3])
         side = 1 - side
-        if state.nbytes > room:  # of the first state, and once the optimizer has one
-            generation, room, side = generation + 1, state.nbytes + _SPARE, 0
-        state.write(self._mapped(generation, room).raw(side * room, state.nbytes))
+        if nbytes > room:  # of the first state, and once the optimizer has one
+            generation, room, side = generation + 1, nbytes + _SPARE, 0
+        self._next = generation, room, side, nbytes
+        return self._mapped(generation, room).raw(side * room, nbytes)
+
+    def settle(self, rounds: int) -> None:
+        """The next state is whole: it was taken at the end of this round."""
+        generation, room, side, nbytes = self._next
         other = 1 if self._current[0] == 2 else 2
-        self._entries[other - 1] = generation, room, side, rounds, state.nbytes
+        self._entries[other - 1] = generation, room, side, rounds, nbytes
         self._current[0] = other  # one word, the last: who is killed before has left the other state
 
     def look(self) -> memoryview:
@@ -67,18 +87,38 @@ class Locker:
         generation, room, side, _, size = (int(word) for word in self._entries[self._current[0] - 1])
         return self._mapped(generation, room).raw(side * room, size)
 
-    def copied(self) -> memoryview:
-        """The same, of a locker whose owner goes on: it may put two states while this one is read."""
+    def copied(self) -> tuple[int, memoryview]:
+        """The same with its round, of a locker whose owner goes on: it may put two states while this one is read."""
         while True:
             rounds = self.rounds
             state = memoryview(bytearray(self.look()))
             if self.rounds == rounds:
-                return state
+                return rounds, state
 
     def _mapped(self, generation: int, room: int) -> Segment:
-        if self._memory is None or self._memory[0] != generation:
-            self._memory = generation, Segment(self._segment(self._name(generation), 2 * room), 2 * room)
+        name = self._name(generation, room)
+        if self._memory is None or self._memory[0] != name:
+            self._memory = name, Segment(self._segment(name, 2 * room), 2 * room)
         return self._memory[1]
 
     def close(self) -> None:
         os.close(self._lock)
+
+
+class Lockers:
+    """This process's, of all slots. One for each: a second one would give up the first one's lock."""
+
+    def __init__(self, segment: Callable[[str, int], int]) -> None:
+        self._segment = segment
+        self._guard = threading.Lock()
+        self._of: dict[int, Locker] = {}
+
+    def of(self, slot: int) -> Locker:
+        with self._guard:
+            if slot not in self._of:
+                self._of[slot] = Locker(slot, self._segment)
+            return self._of[slot]
+
+    def close(self) -> None:
+        while self._of:
+            self._of.popitem()[1].close()

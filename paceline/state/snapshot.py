@@ -6,6 +6,7 @@ short header (msgpack) behind them, and that one's length: so tensors can be cop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ class _Header(msgspec.Struct, array_like=True):
     tree: Any
     tensors: list[tuple[str, list[int], int]]
     """(dtype, shape, where its bytes start)"""
+    begins: int
+    """Where it lies itself: a state that has lost its front is noticed."""
 
 
 class Copy(NamedTuple):
@@ -59,8 +62,8 @@ class Snapshot:
         self._tensors = [*first, *{id(tensor): tensor for tensor in tensors if id(tensor) not in known}.values()]
         *starts, self._end = _places(self._tensors)
         at = {id(tensor): start for tensor, start in zip(self._tensors, starts, strict=True)}
-        places = [(str(tensor.dtype), list(tensor.shape), at[id(tensor)]) for tensor in tensors]
-        self._header = msgspec.msgpack.encode(_Header(plain, places))
+        listed = [(str(tensor.dtype), list(tensor.shape), at[id(tensor)]) for tensor in tensors]
+        self._header = msgspec.msgpack.encode(_Header(plain, listed, self._end))
         self.nbytes = self._end + len(self._header) + _LENGTH
 
     def lay(self, memory: memoryview) -> list[Copy]:
@@ -84,8 +87,7 @@ class Snapshot:
     @staticmethod
     def read(memory: memoryview) -> Snapshot:
         """The same tree, in memory of its own."""
-        size = int.from_bytes(memory[-_LENGTH:], "little")
-        header = msgspec.msgpack.decode(memory[-_LENGTH - size : -_LENGTH], type=_Header)
+        header = _head(memory)
         tensors = []
         for name, shape, at in header.tensors:
             tensor = torch.empty(shape, dtype=_DTYPES[name])
@@ -97,10 +99,9 @@ class Snapshot:
         return Snapshot(_tree(header.tree, tensors))
 
 
-def copies(tensors: Iterable[torch.Tensor], memory: memoryview) -> list[Copy]:
+def copies(tensors: Sequence[torch.Tensor], memory: memoryview) -> list[Copy]:
     """Of tensors that a snapshot begins with."""
-    tensors = list(tensors)
-    flat = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
     starts = zip(tensors, _places(tensors), strict=False)
     return [Copy(tensor, flat[at : at + _bytes(tensor)]) for tensor, at in starts if tensor.numel()]
 
@@ -108,6 +109,23 @@ def copies(tensors: Iterable[torch.Tensor], memory: memoryview) -> list[Copy]:
 def room_for(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that `copies` of these need."""
     return _places(tensors)[-1]
+
+
+def places(memory: memoryview) -> list[tuple[int, int]]:
+    """Where in its bytes each of a snapshot's tensors and what is behind them begin, and how long they are."""
+    header = _head(memory)
+    sizes = [math.prod(shape) * _DTYPES[name].itemsize for name, shape, _ in header.tensors]
+    tensors = [(at, size) for (_, _, at), size in zip(header.tensors, sizes, strict=True)]
+    return [*tensors, (header.begins, len(memory) - header.begins)]
+
+
+def _head(memory: memoryview) -> _Header:
+    size = int.from_bytes(memory[-_LENGTH:], "little")
+    begins = len(memory) - _LENGTH - size
+    header = msgspec.msgpack.decode(memory[max(begins, 0) : -_LENGTH], type=_Header)
+    if header.begins != begins:
+        raise ValueError(f"a state of {len(memory)} bytes, of which something is missing")
+    return header
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -15,6 +15,7 @@ from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.fleet import Address, Fleet
 from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Journal, Machine
+from paceline.cluster.messages import Claim, Value
 from paceline.cluster.outposts import Outposts
 from paceline.cluster.store import StoreUnreachable
 
@@ -83,7 +84,14 @@ def a_machine_is_lost(coordinator: Coordinator) -> None:
         board.close()
 
 
-@pytest.mark.parametrize("happens", [a_worker_is_killed, a_server_is_killed, a_machine_is_lost])
+def replicas_are_claimed(coordinator: Coordinator) -> None:
+    for worker in range(4):
+        coordinator.decide(worker, Claim([worker, 0, 1, 2, 3]))
+    coordinator.worker_ended(3, KILLED)
+    coordinator.decide(4, Claim([0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("happens", [a_worker_is_killed, a_server_is_killed, a_machine_is_lost, replicas_are_claimed])
 def test_the_next_leader_comes_to_the_same_end(happens: Callable[[Coordinator], None]) -> None:
     undisturbed, office = leader(begun(), writes=1000)
     happens(undisturbed)
@@ -105,3 +113,14 @@ def test_a_machine_that_goes_hears_that_the_end_of_its_server_is_written_down() 
     coordinator.changed = lambda: heard.append(office.state)
     coordinator.worker_ended(401, KILLED)
     assert 401 in Journal.decode(heard[-1]).exits
+
+
+def test_a_replica_is_given_to_one_worker_that_lives() -> None:
+    coordinator, _ = leader(begun(), writes=1000)
+    replicas_are_claimed(coordinator)
+    assert coordinator.decide(4, Claim([0, 1, 2, 3])) == Value("3"), "it may ask again"
+    assert coordinator.decide(3, Claim([3, 0])) == Value(""), "it is dead"
+    coordinator.worker_ended(1, KILLED)
+    assert coordinator.decide(5, Claim([3, 2, 1, 0])) == Value("1")
+    assert coordinator.decide(2, Claim([0])) == Value("2"), "it has one"
+    assert coordinator.decide(6, Claim([0, 1, 2, 3])) == Value(""), "all have one who lives"

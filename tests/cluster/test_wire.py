@@ -20,6 +20,7 @@ from paceline.cluster.handshake import GREETING_BYTES, NONCE_BYTES, Gate, Knock
 from paceline.cluster.messages import (
     ANY,
     After,
+    Claim,
     Done,
     Entering,
     Failed,
@@ -67,6 +68,7 @@ MESSAGES = [
     Hello(3, 4321),
     WELCOME,
     Ready(),
+    Claim([2, 0, 1]),
     Healed(),
     After(3),
     Entering(4),
