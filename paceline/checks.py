@@ -8,8 +8,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from paceline.errors import OWN_GROUP, UsageError
 from paceline.replica import Replica
@@ -106,3 +108,44 @@ def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterato
                 "a lost one, and in a resumed run, it would begin anew and set other learning rates, which ends the run; "
                 "add it to prepare()"
             )
+
+
+def forgotten_averages(replica: Replica, registered: Iterable[Any]) -> Iterator[str]:
+    """A warning for each copy of a prepared model, as an EMA is one, that the run was not given."""
+    given = [*replica.models, *(item for item in registered if isinstance(item, nn.Module))]
+    known = {id(module) for model in given for module in model.modules()}
+    shapes = {_shapes(model) for model in replica.models}
+    copies = [
+        item
+        for item in gc.get_objects()
+        if issubclass(type(item), nn.Module) and id(item) not in known and _is_copy(item, replica, shapes)
+    ]
+    inner = {id(module) for item in copies for module in item.modules() if module is not item}
+    for item in copies:
+        if id(item) not in inner:
+            yield (
+                f"a {type(item).__name__} like a prepared model is neither prepared nor registered: if it changes while the run "
+                "trains, as an average of weights does, a worker that replaces a lost one, and a resumed run, would begin it "
+                "anew; name it: run.register('ema', …)"
+            )
+
+
+def _is_copy(item: nn.Module, replica: Replica, shapes: set[tuple[torch.Size, ...]]) -> bool:
+    if isinstance(item, AveragedModel):
+        return True
+    return any(type(item) is type(model) for model in replica.models) and _shapes(item) in shapes
+
+
+def _shapes(model: nn.Module) -> tuple[torch.Size, ...]:
+    return tuple(param.shape for param in model.parameters())
+
+
+def first_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What is to be said of a prepared optimizer's first step: nothing, unless there is nothing in it to do."""
+    closure = len(args) > 1 or kwargs.get("closure")
+    if closure or any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+        return ""
+    return (
+        f"{user_line()}: the first step of this {type(optimizer).__name__} finds no gradient in any of its parameters: is the "
+        "model that the loop trains the one that was given to run.prepare(), and to the optimizer?"
+    )

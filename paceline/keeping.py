@@ -50,14 +50,18 @@ class Keeping:
 
     def capture(self) -> Snapshot:
         """The state between two steps; its tensors are references until it is written."""
-        return self._around(self._models())
+        return self._around(self._scripts())
 
-    def _models(self) -> dict[str, Any]:
-        return self._run._replica.capture() | self._gradients()
+    def _scripts(self) -> dict[str, Any]:
+        """What the script's own objects say of themselves. They may do what they like meanwhile, with the weights too (an average
+        that is put in their place, and taken back): so nothing is copied before all have said it."""
+        run = self._run
+        registered = {name: item.state_dict() for name, item in run._registered.items()}
+        return {"registered": registered, "replica": run._replica.capture() | self._gradients()}
 
-    def _around(self, models: dict[str, Any], keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
+    def _around(self, scripts: dict[str, Any], keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
         """The models' tensors come first. With the keys of `run.kv`, which a newcomer finds where they are, if they are wanted;
-        and with the states of all replicas, where they train apart."""
+        and with the states of all replicas, where they train apart. The models may be copied already while this runs."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -65,11 +69,9 @@ class Keeping:
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in BITS},
-                "replica": models,
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
                 "keys": run._kv.state_dict() if keys and run._kv is not None else {},
-                "registered": {name: item.state_dict() for name, item in run._registered.items()},
                 "state": run.state,
                 "metrics": run.metrics,
                 "stopped": run.stopped,
@@ -81,8 +83,9 @@ class Keeping:
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
                 "receipts": [list(receipt) for receipt in self.ledger.recent],
                 "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
+                **scripts,
             },
-            first=models["tensors"],
+            first=scripts["replica"]["tensors"],
         )
 
     def _gradients(self) -> dict[str, Any]:
@@ -204,12 +207,12 @@ class Keeping:
 
     # checkpoints
 
-    def at_boundary(self, ends: bool = False, leave: Callable[[], None] = lambda: None) -> None:
-        """A step is over, the next has not begun. `ends`: the loop over the loader does with it. `leave` leaves the state for
-        one who is not here."""
+    def at_boundary(self, ends: bool = False, leave: Callable[[], None] = lambda: None, last: bool = False) -> None:
+        """A step is over, the next has not begun. `ends`: the loop over the loader does with it; `last`: so does a loop that
+        counts steps. `leave` leaves the state for one who is not here."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
-        self._decide(ends)
+        self._decide(ends, last)
         leave()
         if not self._recorder.settle():
             self._owed = True
@@ -226,12 +229,13 @@ class Keeping:
         if every and not self._may_lag:
             self._write_if_due()
 
-    def _decide(self, ends: bool) -> None:
+    def _decide(self, ends: bool, last: bool = False) -> None:
         """Before anybody gets the state of this boundary: who comes here has to know what the others do next. The end of the
         last epoch is not entered again."""
         run = self._run
-        self._last = ends and run.epoch + 1 >= run._epochs_asked
-        self._due = self._due.behind(run.step, run.settings.checkpoint_every, ends and not self._last)
+        last_epoch = ends and run.epoch + 1 >= run._epochs_asked
+        self._last = last or last_epoch
+        self._due = self._due.behind(run.step, run.settings.checkpoint_every, ends and not last_epoch)
 
     def checkpoint_if_due(self) -> None:
         """Where workers come together without a boundary."""
@@ -293,7 +297,7 @@ class Keeping:
         run = self._run
         if self._last:
             self.settle()
-        if not self._recorder.free(run.step):
+        if not self._recorder.has_time(run.step):
             self._owed = True
             return
         with run._strategy.whole() as register:
@@ -303,12 +307,12 @@ class Keeping:
                 if run._feeding.loop.ends(register) and not run.stopped:
                     self._owed = True
                     return
-            models, ends = self._models(), run._feeding.at_loops_end(run.epoch)
+            scripts, ends = self._scripts(), run._feeding.at_loops_end(run.epoch)
             self._recorder.take(
                 run.step,
                 run._replica.optimizers,
-                models["tensors"],
-                lambda: self._around(models, keys=True, states=states),
+                scripts["replica"]["tensors"],
+                lambda: self._around(scripts, keys=True, states=states),
                 ends,
             )
             self._owed = False

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -107,6 +108,7 @@ class Run:
         self._laid = False
         self._kv: KeyValues | None = None
         self._forgotten: checks.ForgottenOptimizers | None = None
+        self._have_stepped = WeakSet[torch.optim.Optimizer]()
         if not session.launched:
             ending.at_exit(self)
 
@@ -186,7 +188,7 @@ class Run:
             return
         if isinstance(item, torch.optim.Optimizer):
             self._replica.optimizers.append(item)
-            item.register_step_pre_hook(lambda _, args, kwargs: checks.optimizer_steps(self._stepper, args, kwargs))
+            item.register_step_pre_hook(self._before_step)
         elif isinstance(item, (LRScheduler, ReduceLROnPlateau)):
             self._replica.schedulers.append(item)
         elif isinstance(item, DataLoader):
@@ -198,6 +200,13 @@ class Run:
                 f"{user_line()}: prepare() cannot use a {type(item).__name__}; it takes models, optimizers, schedulers, "
                 "DataLoaders and anything with state_dict/load_state_dict"
             )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        checks.optimizer_steps(self._stepper, args, kwargs)
+        if optimizer not in self._have_stepped:
+            self._have_stepped.add(optimizer)
+            if self.settings.precision != "fp16" and (text := checks.first_step(optimizer, args, kwargs)):
+                self._warn(text)
 
     def register(self, name: str, item: Any) -> None:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
@@ -268,7 +277,7 @@ class Run:
                 stepper.begin(None, time.perf_counter())
                 yield number
                 stepper.end()
-                self._keeping.at_boundary()
+                self._keeping.at_boundary(last=number + 1 == limit)
                 if self.stopped:
                     break
         finally:
@@ -299,6 +308,9 @@ class Run:
             self._forgotten = checks.ForgottenOptimizers(self._replica, self._registered, self._warn)
             for text in checks.forgotten_schedulers(self._replica, self._registered.values()):
                 self._warn(text)
+            if self._session.workers > 1 or self.settings.checkpoint_every:
+                for text in checks.forgotten_averages(self._replica, self._registered.values()):
+                    self._warn(text)
         if self._session.joining and not self._entered:
             self._entered = True
             self._feeding.loop.enter() if self._feeding.loop is not None else self.terms.join(self._keeping)

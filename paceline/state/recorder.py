@@ -25,6 +25,7 @@ from paceline.tensors.memory import on_huge_pages
 
 _WORTH_IT = 64 << 10  # bytes: a smaller tensor is copied sooner than handed over
 _STRETCH = 2 << 20  # bytes: two threads that take turns at these end within a fraction of a millisecond of each other
+_EARLY_STRETCH = 32 << 20
 _SPARE = 1 << 20
 _CHANGED = "the optimizer's state was changed by hand between two steps; the next step is taken instead"
 _FAILED = "its state could not be put together"
@@ -37,8 +38,8 @@ class Recorder:
         self._taken: _Taken | None = None
         self._late = True
 
-    def free(self, step: int) -> bool:
-        """Whether this step's state can be taken now, and not only once the one before is written."""
+    def has_time(self, step: int) -> bool:
+        """Whether this step's state can be taken now; told, if not: the one before is still being written."""
         if self._writer.busy:
             self._writer.leave_out(step)
             return False
@@ -53,11 +54,11 @@ class Recorder:
         ends: bool = False,
     ) -> None:
         """Have this state written, with whether a loop ends here. The writer's thread copies those tensors that it has `first`
-        while the script's puts the rest together."""
+        while the script's puts the rest together: so nothing of the script's own may run in `capture`."""
         early = [copy for copy in self._copied_early(first) if _plain(copy.source)]
         self._taken = taken = _Taken(early)
-        self._writer.write(step, taken, ends)
         try:
+            self._writer.write(step, taken, ends)
             snapshot = capture()
             if len(self._memory) < snapshot.nbytes:
                 early = taken.recall()
@@ -93,10 +94,10 @@ class Recorder:
     def settle(self) -> bool:
         """The script is back in our hands: decide on the state that is being copied. False: take another one."""
         taken, self._taken = self._taken, None
-        if taken is None or taken.close():
-            return True
-        self._late = False
-        return False
+        why_not = taken.close() if taken is not None else ""
+        if why_not == _CHANGED:
+            self._late = False
+        return not why_not
 
     def finish(self) -> None:
         self.settle()
@@ -108,7 +109,9 @@ class _Taken:
 
     def __init__(self, early: Iterable[Copy]) -> None:
         self.memory = memoryview(b"")
-        self._now = deque(sorted(early, key=lambda copy: -copy.target.nbytes))
+        # The largest first, and few: between two copies the thread needs the interpreter, which the script's has.
+        largest = sorted(early, key=lambda copy: -copy.target.nbytes)
+        self._now = deque(stretch for copy in largest for stretch in copy.stretches(_EARLY_STRETCH))
         self._late: list[Copy] = []
         self._versions: list[int] = []
         self._helping, self._laid, self._copied = threading.Lock(), threading.Event(), threading.Event()
@@ -150,12 +153,12 @@ class _Taken:
         for event in (self._laid, self._copied, self._settled):
             event.set()
 
-    def close(self) -> bool:
-        """Whether the state is that of one moment. Not inside a step(): a hook cannot be removed while hooks run."""
+    def close(self) -> str:
+        """Why the state is not that of one moment, or nothing. Not inside a step(): a hook cannot be removed while hooks run."""
         if self._hook is not None:
             self._hook.remove()
         self._settle()
-        return not self._why_not
+        return self._why_not
 
     def _settle(self) -> None:
         """A change that the script has begun has been counted by now."""

@@ -54,10 +54,9 @@ class Writer:
     def write(self, step: int, body: Body, ends: bool = False) -> None:
         """Begin to write; waits for the one before. `ends`: a loop does with this step."""
         self.wait()
-        self._thread = threading.Thread(
-            target=self._write, args=(step, body, ends), name="paceline-checkpoint", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(step, body, ends), name="paceline-checkpoint", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def wait(self) -> None:
         if self._thread is not None:

@@ -177,6 +177,57 @@ def test_a_checkpoint_that_the_disk_had_no_time_for_is_made_up(tmp_path: Path) -
     assert len(told) == 1 and "no checkpoint at step 11: the one before is still being written" in told[0], told
 
 
+COUNTED = """
+import torch
+from torch import nn
+import paceline
+
+run = paceline.init(seed=1)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.prepare(model, optimizer)
+for step in run.steps(20):
+    AT
+    for _ in run.slots():
+        model(torch.rand(2, 3)).sum().backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_the_last_of_counted_steps_waits_for_the_disk_too(tmp_path: Path) -> None:
+    """The one of step 5 is held until somebody waits for it."""
+    text = SLOW_DISK.replace("{6:", "{5:").replace("6 if run.step < 16 else 16", "5") + COUNTED.replace("AT", "pass")
+    result = launch(tmp_path, text, "-n", "1", "--checkpoint-every", "5", "--keep", "9")
+    assert result.code == 0, result.err
+    assert steps_written(result.folder) == [5, 20]
+
+
+ITS_OWN_STATE = """
+from paceline.state.recorder import Recorder
+take, taking = Recorder.take, []
+
+def noted_take(recorder, *what):
+    taking.append(True)
+    take(recorder, *what)
+    taking.pop()
+
+class Average:
+    def state_dict(self):
+        assert not taking, "the models are being copied, and this may put others in their place"
+        return {}
+    def load_state_dict(self, state): pass
+
+Recorder.take = noted_take
+run.register("average", Average())
+"""
+
+
+def test_nothing_of_the_scripts_runs_while_its_models_are_copied(tmp_path: Path) -> None:
+    text = COUNTED.replace("AT", "pass").replace("run.prepare", ITS_OWN_STATE + "run.prepare")
+    result = launch(tmp_path, text, "-n", "1", "--checkpoint-every", "5", "--keep", "9")
+    assert result.code == 0 and steps_written(result.folder)[-1] == 20
+
+
 def test_no_checkpoint_is_at_an_epochs_end_except_the_last(tmp_path: Path) -> None:
     """A name that only the body of the loop sets is there behind it, in a resumed run too."""
     text = AT_ITS_END.replace("LOSS", "").replace("STOP", "")

@@ -81,7 +81,7 @@ class Training:
         return copy.deepcopy(self.state())
 
     def take(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        free = self.recorder.free(step)
+        free = self.recorder.has_time(step)
         if free:
             state = self.state()
             first = [tensor for model in state["models"] for tensor in model.values()]
@@ -270,6 +270,48 @@ def test_the_models_are_copied_while_the_rest_is_put_together(
     assert all_copied.is_set()
     training.recorder.finish()
     assert alike(training.written()[2], expected)
+
+
+def test_what_was_copied_into_memory_that_is_too_small_does_not_count(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models are there when it turns out that the rest has grown."""
+    monkeypatch.setattr(recorder_module, "_SPARE", 0)
+    assert training.take(1)
+    training.recorder.finish()
+    memory, wanted = training.recorder._memory, [t for m in training.models for t in m.state_dict().values()]
+    copied, all_copied, make = list[Copy](), threading.Event(), Copy.make
+
+    def noted(one: Copy) -> None:
+        make(one)
+        copied.append(one)
+        if len(copied) == len(wanted):
+            all_copied.set()
+
+    monkeypatch.setattr(Copy, "make", noted)
+    training.average = torch.optim.swa_utils.AveragedModel(nn.Linear(300, 300))
+    expected = training.frozen()
+    assert training.take(2, meanwhile=lambda: all_copied.wait(30))
+    training.recorder.finish()
+    assert all_copied.is_set() and training.recorder._memory is not memory
+    assert alike(training.written()[2], expected)
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_waiting(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            training.take(1)
+    training.recorder.finish()
+    expected = training.frozen()
+    assert training.take(2)
+    training.recorder.finish()
+    assert list(training.written()) == [2] and alike(training.written()[2], expected)
 
 
 def test_a_state_that_is_refused_leaves_nothing_waiting(training: Training) -> None:

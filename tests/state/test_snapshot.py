@@ -271,3 +271,10 @@ trees = st.recursive(
 @given(trees)
 def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     assert alike(there_and_back(tree), tree)
+
+
+def test_a_state_that_has_lost_its_front_or_its_end_is_refused() -> None:
+    body = bytes(Snapshot({"a": torch.arange(100.0), "b": "words"}).packed())
+    for damaged in (body[8:], body[64:], body[:-1], body[:-8], b"", body + b"\0"):
+        with pytest.raises(ValueError):
+            Snapshot.read(memoryview(damaged))
