@@ -152,6 +152,26 @@ def test_scheduler_not_prepared_is_a_warning(tmp_path: Path) -> None:
     assert any(event["event"] == "warning" for event in result.events())
 
 
+EMA = "import copy\nema = copy.deepcopy(model)\nteacher = torch.optim.swa_utils.AveragedModel(model)\n"
+
+
+def test_averages_that_a_replacement_would_begin_anew_are_a_warning(tmp_path: Path) -> None:
+    result = launch(tmp_path, HEAD + EMA + BODY, "-n", "2")
+    told = [event["why"] for event in result.events() if event["event"] == "warning"]
+    assert result.code == 0 and len(told) == 2 and all("run.register('ema', …)" in why for why in told), told
+    given = EMA + "run.register('ema', ema)\nrun.register('teacher', teacher)\n"
+    result = launch(tmp_path, HEAD + given + BODY, "-n", "2", name="given")
+    assert result.code == 0 and not any(event["event"] == "warning" for event in result.events())
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_another_model_than_the_prepared_one_is_a_warning(tmp_path: Path, workers: str) -> None:
+    script = HEAD + "import copy\nother = copy.deepcopy(model)\n"
+    body = BODY.replace("model(x)", "other(x)")
+    result = launch(tmp_path, script + body, "-n", workers)
+    assert "finds no gradient in any of its parameters" in result.out + result.err
+
+
 def test_optimizer_not_prepared_is_a_warning(tmp_path: Path, alone: Alone) -> None:
     """Unless it trains something else, or is the run's by another way."""
     others = "apart = torch.optim.SGD(nn.Linear(1, 1).parameters())\nnamed = torch.optim.SGD(model.parameters())\n"
