@@ -90,7 +90,7 @@ class Settings:
         if slots < self.workers:
             raise UsageError(
                 f"{self.workers} workers for {slots} slots: a worker without a slot would have nothing to do; "
-                f"pass -n {slots} or --slots {self.workers} or more"
+                f"pass -n {slots}; or a new run with --slots {self.workers} or more"
             )
         servers = self.servers or int(entry.servers)
         return dataclasses.replace(self, slots=slots, servers=servers, checkpoints=_anywhere(self.checkpoints))

@@ -99,7 +99,7 @@ class Viewer:
             time.sleep(_TICK_S)
             if self._exit_code is None and time.monotonic() - self._heard > _LOST_S and not self._is_led:
                 self._tell_lost()
-                self._exit_code = 1
+                self._exit_code, self._cut_short = 1, True
 
     @property
     def _is_led(self) -> bool:
