@@ -73,7 +73,7 @@ def test_settings_can_not_be_changed_afterwards() -> None:
         ({"steps": -5}, "--steps must be 0 or more; it is -5"),
         ({"epochs": -1}, "--epochs must be"),
         ({"seconds": -0.5}, "--seconds must be"),
-        ({"workers": 4, "slots": 3}, r"4 workers for 3 slots.*pass -n 3 or --slots 4"),
+        ({"workers": 4, "slots": 3}, r"4 workers for 3 slots.*pass -n 3; or a new run with --slots 4"),
         ({"precision": "fp8"}, "'fp8' is none of: fp32, bf16, fp16"),
         ({"transport": "smoke"}, "'smoke' is none of: auto, shm, gloo, nccl"),
         ({"device": "tpu"}, "'tpu' is none of: auto, cpu, cuda"),
