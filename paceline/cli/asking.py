@@ -14,8 +14,9 @@ from paceline.errors import UsageError
 from paceline.watch.folder import RunFolder
 
 _PATIENCE_S = 5.0
-_LEASES = 2
-"""Where another machine leads: one until its silence is noticed, one until somebody leads in its place."""
+_ELSEWHERE_S, _LEASES = 15.0, 2
+"""Where another machine leads: one lease until its silence is noticed, one until somebody leads in its place; an election between
+busy machines takes some seconds (seen)."""
 
 
 def ask(folder: RunFolder, message: msgspec.Struct) -> Any:
@@ -36,4 +37,6 @@ def ask(folder: RunFolder, message: msgspec.Struct) -> Any:
 
 def _patience_s(folder: RunFolder) -> float:
     job = Job.read(folder)
-    return _PATIENCE_S + (_LEASES * job.settings.lease if job is not None and job.settings.listen else 0.0)
+    if job is None or not job.settings.listen:
+        return _PATIENCE_S
+    return _ELSEWHERE_S + _LEASES * job.settings.lease
