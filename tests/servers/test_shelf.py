@@ -325,7 +325,9 @@ def test_what_is_refused_of_one_fragment_breaks_off_nothing_that_is_said_of_anot
         two.both(before)
         said, body = two.script.laid()
         for k in (0, 1):
-            assert two.ask(0, 1, msgspec.structs.replace(said, fragments=[k]), body).result(PATIENCE_S).message == Done()
+            assert (
+                two.ask(0, 1, msgspec.structs.replace(said, fragments=[k]), body).result(PATIENCE_S).message == Done()
+            )
         (line,) = two.between
         line.holds = lambda message: message.said.fragments == [0]
         two.shelves[1].rearrange(after)
