@@ -72,8 +72,6 @@ def run(
         flags = ["--runs", runs, "--name", "it", "-n", "2", "--slots", "2", "--strategy", strategy, "--show", "none"]
         flags += more
         several = ["--machines", "2", "--listen", one.address]
-        if tree == ROOT:  # what is compared is the exchange; code before had no copies
-            several.append("--no-state-copies")
         options: dict[str, Any] = {"cwd": tree, "env": environment(tree), "stdout": subprocess.DEVNULL}
         going = one.popen([*PACELINE, "run", *flags, *several, SCRIPT, *words], **options)
         folder = Path(runs) / "it"
@@ -102,7 +100,8 @@ def pace(
     machines: tuple[Machine, Machine], strategy: str, words: Sequence[str], steps: int, tree: Path
 ) -> dict[str, Any]:
     """Steps a second, without evaluations: by what main's time went to from its first step to the last exchange."""
-    found = run(machines, strategy, words, "--steps", str(steps), tree=tree)
+    uncopied = ["--no-state-copies"] if tree == ROOT else []  # code before had no copies of replicas' states
+    found = run(machines, strategy, words, "--steps", str(steps), *uncopied, tree=tree)
     commit = subprocess.run(
         ["git", "-C", tree, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
     )
@@ -115,7 +114,7 @@ def sent(machines: tuple[Machine, Machine], strategy: str, steps: int) -> dict[s
     """Bytes a step, of both workers together: as the documents say, as the run counts, and as the link's ends do, with the
     headers of all packets and the run's whole start."""
     codec, shapes = parse(strategy.partition("+")[2]), [param.shape for param in mlp().parameters()]
-    found = run(machines, strategy, ("64", "1", "0.05"), "--steps", str(steps))
+    found = run(machines, strategy, ("64", "1", "0.05"), "--steps", str(steps), "--no-state-copies")
     link = sum(machine.sent_bytes for machine in machines)
     return {
         "strategy": strategy,
