@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from paceline.cluster.stream import Check, hang_up, ready
+from paceline.cluster.stream import Check, hang_up, ready, receive_into
 
 _NUMBER = struct.Struct("<q")
 _CHECKSUM = struct.Struct("<I")
@@ -99,15 +99,7 @@ class Passage:
         return taken
 
     def _read(self, rest: memoryview) -> None:
-        while rest.nbytes:
-            try:
-                got = self._socket.recv_into(rest)
-            except BlockingIOError:
-                self._wait(select.POLLIN)
-                continue
-            if not got:
-                raise ConnectionError("the other one has hung up")
-            rest = rest[got:]
+        receive_into(self._socket, rest, self._wait)
 
     def _send(self, rest: memoryview) -> None:
         while rest.nbytes:

@@ -191,17 +191,10 @@ class Taking:
         return message
 
     def _read(self, rest: memoryview) -> None:
-        while rest.nbytes:
-            try:
-                got = self._socket.recv_into(rest)
-            except BlockingIOError:
-                self._wait(select.POLLIN)
-                continue
-            except OSError as error:
-                raise OvertakenError(f"the donor is gone: {error}") from None
-            if not got:
-                raise OvertakenError("the donor has hung up")
-            rest = rest[got:]
+        try:
+            receive_into(self._socket, rest, self._wait)
+        except OSError as error:
+            raise OvertakenError(f"the donor is gone: {error}") from None
 
     def _say(self, words: bytes) -> None:
         while True:
@@ -219,6 +212,19 @@ class Taking:
 
     def close(self) -> None:
         hang_up(self._socket)
+
+
+def receive_into(sock: socket.socket, rest: memoryview, wait: Callable[[int], None]) -> None:
+    """Until it is full; `wait` is called as long as there is nothing. OSError: the other one is gone."""
+    while rest.nbytes:
+        try:
+            got = sock.recv_into(rest)
+        except BlockingIOError:
+            wait(select.POLLIN)
+            continue
+        if not got:
+            raise ConnectionError("it has hung up")
+        rest = rest[got:]
 
 
 def hang_up(sock: socket.socket) -> None:
