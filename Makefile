@@ -40,7 +40,7 @@ bench: $(READY) ## The committed benchmarks (long)
 	$(BIN)/python -m benchmarks.step
 
 rehearse: $(READY) ## 200 random fault plans against a clean run, more seeds of the simulated one, and all runs of the tests from bare processes (long: about half a minute a plan on 2 cores)
-	ROUNDS=3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_terms.py tests/test_healing.py
+	ROUNDS=3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/worker/test_terms.py tests/worker/test_healing.py
 	BARE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/end_to_end tests/cli tests/faults
 	$(BIN)/paceline rehearse --seeds 200 -n 4 --slots 12 --steps 420 benchmarks/rehearsed.py
 

@@ -97,8 +97,8 @@ def nothing(*arguments: Any, **more: Any) -> None:
 
 def variants() -> dict[str, list[Patch]]:
     """What is put in the place of what, by the variant's name."""
-    from paceline import steps
     from paceline.data import copies, loader
+    from paceline.loop import steps
 
     def pin_all(value: Any) -> Any:
         return pin_memory(value)
@@ -114,8 +114,8 @@ def variants() -> dict[str, list[Patch]]:
 
 def timed(spent: dict[str, list[float]]) -> list[Patch]:
     """The parts of a step as they are, each with a clock around it."""
-    from paceline import steps
     from paceline.data import copies, loader, partition
+    from paceline.loop import steps
 
     def clocked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **more: Any) -> Any:

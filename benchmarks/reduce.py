@@ -61,11 +61,11 @@ def timed(
 
 
 def paceline_side(kind: str, folder: str) -> None:
-    from paceline.grouping import meeting_store
-    from paceline.session import Session
     from paceline.tensors.group import gloo
     from paceline.tensors.layout import Layout
     from paceline.tensors.tree import Plan
+    from paceline.worker.grouping import meeting_store
+    from paceline.worker.session import Session
 
     session = Session({})
     session.board.main_ready = True

@@ -17,25 +17,28 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from paceline import checks, ending, evaluation, reaching, strategies, survival, waiting, wiring
-from paceline.agreement import Agreement
+from paceline import strategies
+from paceline.cluster import survival
 from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
 from paceline.errors import UsageError
-from paceline.feeding import Feeding
-from paceline.keeping import Keeping
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
-from paceline.precision import Precision
-from paceline.replica import Replica
+from paceline.loop import checks, evaluation, wiring
+from paceline.loop.feeding import Feeding
+from paceline.loop.keeping import Keeping
+from paceline.loop.precision import Precision
+from paceline.loop.steps import Stepper
+from paceline.loop.stopping import Stopping
 from paceline.servers.keys_client import KeyValues
-from paceline.session import Session, user_line
-from paceline.steps import Stepper
-from paceline.stopping import Stopping
+from paceline.state.replica import Replica
 from paceline.strategies.base import InRounds, Served, Stepwise
-from paceline.terms import Terms
 from paceline.watch.folder import write_atomically
+from paceline.worker import ending, reaching, waiting
+from paceline.worker.agreement import Agreement
+from paceline.worker.session import Session, user_line
+from paceline.worker.terms import Terms
 
 _LAID, _BARRIER = mix(209), mix(210)
 

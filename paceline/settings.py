@@ -281,13 +281,14 @@ def merge(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Setti
         raise UsageError(f"{_script_line()}: {error}") from None
 
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+"""Where our own code lies: what is called from elsewhere is the script's."""
 
 
 def _script_line() -> str:
     """Where paceline was called from, as file:line."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "the script"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline import survival
+from paceline.cluster import survival
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.replica import Replica, load_optimizer
 from paceline.servers.calling import Reply
 from paceline.servers.carried import Carried, describe, hyper
 from paceline.servers.coding import Coding
@@ -22,6 +21,7 @@ from paceline.servers.optimizers import join
 from paceline.servers.peers import stretch
 from paceline.servers.pieces import Piece
 from paceline.servers.tables import FRAGMENTS, NOMINAL_BYTES, Table
+from paceline.state.replica import Replica, load_optimizer
 from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.register import Register
+from paceline.state.replica import Replica
 from paceline.strategies.base import Point, Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.overlap import Overlap

@@ -17,8 +17,8 @@ import torch
 
 from paceline.data.order import mix
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.register import Register
+from paceline.state.replica import Replica
 from paceline.strategies.base import Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.met import Met
@@ -32,7 +32,7 @@ from paceline.tensors.reduce import Outcome, Reducer
 from paceline.tensors.tree import Plan, Range
 
 if TYPE_CHECKING:
-    from paceline.beside import Beside
+    from paceline.apart.beside import Beside
 
 _EXCHANGE = mix(502)
 

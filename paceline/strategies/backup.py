@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.clocks import Backup, doubled, parse
 from paceline.servers.messages import Word
 from paceline.servers.sharewise import Hand, SharewisePeers
+from paceline.state.replica import Replica
 from paceline.strategies.allreduce import LANES
 from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Scaled
 from paceline.strategies.ps import ParameterServers

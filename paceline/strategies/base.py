@@ -8,7 +8,7 @@ A stepwise strategy is driven like this, at each reduce point:
     strategy.fold(leaf)               that share is done
     strategy.commit(point, key, lanes)  meet the others: `.grad` is the whole batch's on return
 
-Where workers do not meet in every step, a loop of the strategy's own drives it: see `paceline.loops`.
+Where workers do not meet in every step, a loop of the strategy's own drives it: see `paceline.loop.loops`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from paceline.cluster.membership import View
 from paceline.data.loader import Feed
 from paceline.data.receipts import Tally
-from paceline.replica import Replica
 from paceline.servers.holders import Directory
 from paceline.servers.register import Register
+from paceline.state.replica import Replica
 from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan

@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import torch
 
-from paceline.replica import Replica
+from paceline.state.replica import Replica
 
 
 class Buffers:

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.coded import CodedPeers, ServedReducer, coding
 from paceline.servers.coding import Coding, Excerpts
 from paceline.servers.fragments import cut
 from paceline.servers.peers import ServedPeers
+from paceline.state.replica import Replica
 from paceline.state.snapshot import Snapshot
 from paceline.strategies import split_codec
 from paceline.strategies.allreduce import AllReduce

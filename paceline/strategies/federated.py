@@ -23,11 +23,11 @@ import torch
 from paceline.data.client_feed import client_feed
 from paceline.data.clients import ClientShares
 from paceline.data.loader import Feed
-from paceline.replica import Replica
 from paceline.servers.messages import Apply, Begin, Begun, Bring, Centre, Ongoing, Turned
 from paceline.servers.peers import stretch
 from paceline.servers.rounds import Closed, Rounds
 from paceline.servers.stock import Stock
+from paceline.state.replica import Replica
 from paceline.strategies.base import Scaled
 from paceline.strategies.federation import Roster, parse
 from paceline.strategies.registered import Registered

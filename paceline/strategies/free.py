@@ -18,7 +18,6 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, plain, refuse_closure
 from paceline.servers.coding import Coding
@@ -38,6 +37,7 @@ from paceline.servers.messages import (
 from paceline.servers.peers import stretch
 from paceline.servers.register import AGAIN
 from paceline.servers.stock import Stock
+from paceline.state.replica import Replica
 from paceline.strategies.base import Scaled
 from paceline.strategies.registered import Registered
 from paceline.tensors.peers import Peers

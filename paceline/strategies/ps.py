@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.embedding import tables_of
 from paceline.errors import UsageError
-from paceline.hooks import Hook
-from paceline.replica import Replica
+from paceline.loop.hooks import Hook
 from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, refuse_closure
 from paceline.servers.clocks import RowsBehind, parse
@@ -32,6 +31,7 @@ from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Update, Value
 from paceline.servers.peers import ServedPeers, Sums, stretch
 from paceline.servers.stock import Stock
+from paceline.state.replica import Replica
 from paceline.strategies import split_codec
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled, Seat

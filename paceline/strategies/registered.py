@@ -14,11 +14,11 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.holders import Directory, Holders
 from paceline.servers.messages import Begin, Begun, Enter, Hold, Lost, Notes, Turn, Turned
 from paceline.servers.register import Delivered, Register
 from paceline.servers.stock import Stock
+from paceline.state.replica import Replica
 from paceline.strategies.base import Scaled, Seat
 from paceline.strategies.buffers import Buffers
 from paceline.tensors.layout import Layout

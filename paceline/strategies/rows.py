@@ -27,13 +27,13 @@ import numpy as np
 
 from paceline.embedding import Held, SparseEmbedding, Traffic
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.clocks import behind
 from paceline.servers.holders import Holders, MovedError
 from paceline.servers.messages import Advance, Lay, RowPush, Rows, RowUpdate, State, Survey, Surveyed
 from paceline.servers.row_optimizers import Block
 from paceline.servers.tables import FRAGMENTS, NOTHING, Contribution, Touched, added, pack
+from paceline.state.replica import Replica
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.base import Scaled
 

@@ -15,10 +15,10 @@ import torch
 
 from paceline.data.order import mix
 from paceline.errors import PacelineError
-from paceline.session import Session
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers
 from paceline.tensors.tree import Plan
+from paceline.worker.session import Session
 
 _NUMBERS = 500_000
 

@@ -302,8 +302,8 @@ for number in run.steps(20):
 """
 SUMMARY = """
 import paceline.run
-plain = paceline.ending.summarise
-paceline.ending.summarise = lambda *arguments: (at("summary"), plain(*arguments))[1]
+plain = paceline.worker.ending.summarise
+paceline.worker.ending.summarise = lambda *arguments: (at("summary"), plain(*arguments))[1]
 """
 STOPS = SHORT + LOOP.format(before="", inside="run.stop('enough') if run.step == 10 else None")
 THAWS = SHORT + "model[0].requires_grad_(False)\n"

@@ -14,13 +14,13 @@ from torch import nn
 
 from paceline import strategies
 from paceline.cluster import wire
-from paceline.replica import Replica
 from paceline.servers.direct import OwnServer
 from paceline.servers.lines import Server, line_to
 from paceline.servers.messages import Call
 from paceline.servers.register import Delivered
 from paceline.servers.serving import Answer, Serving
 from paceline.servers.shelf import Shelf
+from paceline.state.replica import Replica
 from paceline.strategies.base import Point
 from paceline.strategies.coded_free import CodedFree
 from paceline.tensors.codecs import parse

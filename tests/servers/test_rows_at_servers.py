@@ -17,7 +17,6 @@ from torch import nn
 from paceline.cluster.messages import Placed
 from paceline.embedding import SparseEmbedding
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.direct import OwnServer
 from paceline.servers.held_rows import HeldRows
@@ -38,6 +37,7 @@ from paceline.servers.row_optimizers import SGD
 from paceline.servers.shelf import Shelf
 from paceline.servers.tables import FRAGMENTS, pack
 from paceline.servers.tables import Table as Rowed
+from paceline.state.replica import Replica
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers

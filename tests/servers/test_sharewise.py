@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.replica import Replica
 from paceline.servers.clocks import BEHIND
 from paceline.servers.direct import OwnServer
 from paceline.servers.held import Held, as_bytes
@@ -22,6 +21,7 @@ from paceline.servers.messages import Agreed, Ended, Lay, Meet, Part, Summed, Wo
 from paceline.servers.peers import stretch
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
+from paceline.state.replica import Replica
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.backup import Backups

@@ -16,11 +16,11 @@ from torch import nn
 from paceline.cluster.membership import View
 from paceline.cluster.messages import Placed
 from paceline.data.receipts import Tally
-from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.messages import Apply, Asked, Copy, Done, Drawing, Lay, Moved, Outline, Pull, Summed
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
+from paceline.state.replica import Replica
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Seat, Served
 from paceline.strategies.ps import ParameterServers

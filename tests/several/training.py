@@ -16,12 +16,12 @@ from torch import nn
 from paceline.cluster.membership import View
 from paceline.data.receipts import Tally
 from paceline.errors import Departed
-from paceline.replica import Replica
+from paceline.loop.steps import Stepper
+from paceline.state.replica import Replica
 from paceline.state.snapshot import Snapshot
-from paceline.steps import Stepper
 from paceline.strategies.allreduce import AllReduce
 from paceline.tensors.peers import Alone, Peers, TermEnded
-from paceline.terms import Terms
+from paceline.worker.terms import Terms
 from tests.several.lines import Inlet, Outlet
 from tests.several.mesh import CPU, Mesh
 from tests.several.world import Board, World

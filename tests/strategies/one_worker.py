@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline import strategies
-from paceline.replica import Replica
+from paceline.state.replica import Replica
 from paceline.strategies.base import Point
 from paceline.tensors.peers import Alone, Peers
 from paceline.tensors.tree import Plan

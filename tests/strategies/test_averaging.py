@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.replica import Replica
+from paceline.state.replica import Replica
 from paceline.state.snapshot import Snapshot
 from paceline.strategies.averaging import Averaging, Circle, Gift
 from paceline.tensors.codecs import parse

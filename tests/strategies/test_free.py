@@ -16,11 +16,11 @@ from torch import nn
 from paceline.cluster.membership import View
 from paceline.cluster.messages import Placed
 from paceline.data.receipts import OWN_DRAWS, Tally
-from paceline.replica import Replica
 from paceline.servers.calling import Reply
 from paceline.servers.lines import Server
 from paceline.servers.register import Delivered
 from paceline.servers.shelf import Shelf
+from paceline.state.replica import Replica
 from paceline.strategies.base import Seat
 from paceline.strategies.free import FreeRunning
 from paceline.tensors.peers import Alone

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.replica import Replica
 from paceline.servers.direct import OwnServer
 from paceline.servers.shelf import Shelf
+from paceline.state.replica import Replica
 from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone

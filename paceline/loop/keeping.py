@@ -1,0 +1,327 @@
+"""What of a run survives a process: its state, for a newcomer and for a checkpoint, and the way back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.apart.rounds import Rounds
+from paceline.data.order import mix
+from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
+from paceline.errors import UsageError
+from paceline.launch.environment import NEWEST
+from paceline.loop.due import Due
+from paceline.loop.turns import Turns
+from paceline.settings import BITS
+from paceline.state.checkpoint import Checkpoint, newest_good, step_of
+from paceline.state.ledger import Head, Ledger
+from paceline.state.places import place
+from paceline.state.recorder import Recorder
+from paceline.state.snapshot import Snapshot
+from paceline.state.writer import Writer
+from paceline.strategies.base import Lasting, Stepwise
+
+if TYPE_CHECKING:
+    from paceline.loop.steps import Batch
+    from paceline.run import Run
+
+_LINEAGE, _FOUND, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(205), mix(206), mix(207), mix(208)
+
+
+class Keeping:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        folder = run._session.folder
+        self.ledger = Ledger(folder.receipts, self._tell)
+        self._address = folder.checkpoints_at(run.settings.checkpoints)
+        writer = Writer(self._address, run.settings.keep, self._may_publish, self._tell, self.ledger.sync)
+        self._recorder = Recorder(writer)
+        self._seen = False
+        """Whether the state has been looked through once for what cannot be kept."""
+        self._due = Due()
+        """As all workers have it; a newcomer gets it with the state."""
+        self._owed = False
+        """A checkpoint was due and could not be had: the next step at which it can gives one."""
+        self._last = False
+        """Whether the script's last loop ends at this boundary."""
+
+    def capture(self) -> Snapshot:
+        """The state between two steps; its tensors are references until it is written."""
+        return self._around(self._scripts())
+
+    def _scripts(self) -> dict[str, Any]:
+        """What the script's own objects say of themselves. They may do what they like meanwhile, with the weights too (an average
+        that is put in their place, and taken back): so nothing is copied before all have said it."""
+        run = self._run
+        registered = {name: item.state_dict() for name, item in run._registered.items()}
+        return {"registered": registered, "replica": run._replica.capture() | self._gradients()}
+
+    def _around(self, scripts: dict[str, Any], keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
+        """The models' tensors come first. With the keys of `run.kv`, which a newcomer finds where they are, if they are wanted;
+        and with the states of all replicas, where they train apart. The models may be copied already while this runs."""
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
+        if run.is_main:
+            self.ledger.write()
+        return Snapshot(
+            {
+                "settings": {name: getattr(run.settings, name) for name in BITS},
+                "strategy": run._strategy.capture(),
+                "precision": run._precision.capture(),
+                "keys": run._kv.state_dict() if keys and run._kv is not None else {},
+                "state": run.state,
+                "metrics": run.metrics,
+                "stopped": run.stopped,
+                "step": [stepper.step, stepper.epoch, stepper.samples, run._epochs_done],
+                "due": list(self._due),
+                "longest_gap_s": stepper.gaps.longest_s,
+                "flat": stepper.flat.capture(),
+                "positions": run._feeding.capture(),
+                "lineage": [self.ledger.lineage, self.ledger.head.first],
+                "receipts": [list(receipt) for receipt in self.ledger.recent],
+                "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
+                **scripts,
+            },
+            first=scripts["replica"]["tensors"],
+        )
+
+    def _gradients(self) -> dict[str, Any]:
+        """Those that the script still adds to. In the middle of a step they are its own business."""
+        stepper = self._run._stepper
+        assert stepper is not None
+        return {"gradients": {} if stepper.active else self._run._replica.gradients(stepper.stepped)}
+
+    def restore(self, snapshot: Snapshot) -> None:
+        run, tree, stepper = self._run, snapshot.tree, self._run._stepper
+        assert stepper is not None
+        run._replica.restore(tree["replica"])
+        run._strategy.restore(tree["strategy"])
+        run._precision.restore(tree["precision"])
+        for name, item in run._registered.items():
+            if name not in tree["registered"]:
+                raise UsageError(f"{name!r} is registered here, but was not when the state was written")
+            item.load_state_dict(tree["registered"][name])
+        run.state.update(tree["state"])
+        run.metrics.update(tree["metrics"])
+        run._stopping.reason = tree["stopped"]
+        stepper.step, stepper.epoch, stepper.samples, run._epochs_done = tree["step"]
+        stepper.before, stepper.gaps.longest_s = stepper.samples, tree["longest_gap_s"]
+        stepper.flat.restore(tree["flat"])
+        run._feeding.restore(tree["positions"])
+        self._begin_lineage(*tree["lineage"])
+        self._due = Due(*tree["due"])
+        self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
+
+    def common(self, samples: int, whole: bool = False) -> Snapshot:
+        """What replicas that train apart have in common behind an exchange; the run had so many samples then. With this
+        one's own, if somebody is to go on from it."""
+        run, receipts = self._run, [list(receipt) for receipt in self.ledger.recent]
+        state = {"strategy": run._strategy.capture(), "samples": samples, "stopped": run.stopped, "receipts": receipts}
+        return Snapshot({**state, "replica": run._replica.capture()} if whole else state)
+
+    def catch_up(self, common: Snapshot) -> None:
+        """This worker has missed that exchange."""
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
+        stepper.samples, run._stopping.reason = common.tree["samples"], common.tree["stopped"]
+        self.ledger.remember(Receipt(*receipt) for receipt in common.tree["receipts"])
+
+    def resume(self, name: str) -> None:
+        """Go on from the run's checkpoint of this name, at any worker count; or from the newest one, if there is any."""
+        if name != NEWEST:
+            self._resume(name)
+            return
+        found = self._run.terms.gather(_FOUND, self._newest)[0].decode()
+        if found:
+            self._resume(found)
+        self._run._session.rolled_back(self._run.step)
+
+    def _newest(self) -> bytes:
+        """Main looks for it: while a checkpoint is written over or passed over, others might find another one."""
+        found = newest_good(self._address, self._tell) if self._run.is_main else None
+        return found.name.encode() if found is not None else b""
+
+    def _resume(self, name: str) -> None:
+        run = self._run
+        try:
+            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(name)).read())
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        theirs = snapshot.tree["settings"]
+        for setting in BITS:
+            mine = getattr(run.settings, setting)
+            if theirs[setting] != mine:
+                raise UsageError(
+                    f"the checkpoint was written with {setting} {theirs[setting]}, this run has {mine}: other bits would come "
+                    f"out; pass --{setting} {theirs[setting]}"
+                )
+        states = snapshot.tree["states"]
+        if states:
+            assert isinstance(run._feeding.loop, Rounds)
+            snapshot = Snapshot.read(memoryview(states[run._feeding.loop.slot].numpy()))
+        self.restore(snapshot)
+        assert run._stepper is not None
+        self._due = Due(run.step)
+        run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
+        self._bring_back(snapshot.tree["keys"])
+        self.ledger.lineage = -1  # the checkpoint's has ended
+        run.resumed, run._stopping.reason = True, None
+        if run.is_main:
+            run._session.notice(f"going on from step {run.step} ({name})")
+            run._session.folder.event("resumed", name, step=run.step, workers=run._session.workers)
+
+    def _bring_back(self, keys: dict[str, Any]) -> None:
+        """Main does, and nobody goes on before."""
+
+        def bring() -> bytes:
+            if self._run.is_main:
+                self._run.kv.load_state_dict(keys)
+            return b""
+
+        if keys:
+            self._run.terms.gather(_KEYS, bring)
+
+    # receipts
+
+    def begin(self) -> None:
+        """Training begins here, in a lineage of its own, unless this worker came into one."""
+        if self.ledger.lineage < 0:
+            known = self._run.terms.gather(_LINEAGE, lambda: self.ledger.next_lineage().to_bytes(8, "little"))
+            self._begin_lineage(int.from_bytes(known[0], "little"), self._run.step)
+
+    def _begin_lineage(self, lineage: int, first: int) -> None:
+        dealings = tuple(feed.dealing for feed in self._run._feeding.feeds)
+        self.ledger.begin(lineage, Head(first, self._run.settings.seed, dealings))
+
+    def delivered(self, batch: Batch | None, tally: Tally | Loose) -> None:
+        """A step is trained: its receipt is kept by all and written by main."""
+        stepper = self._run._stepper
+        assert stepper is not None
+        loader, number = (OWN_DRAWS, stepper.leaves) if batch is None else (batch.loader, batch.number)
+        due = self.ledger.add(Receipt(stepper.step, stepper.epoch, loader, number, *tally))
+        if due and self._run.is_main:
+            self.ledger.write()
+
+    # checkpoints
+
+    def at_boundary(self, ends: bool = False, leave: Callable[[], None] = lambda: None, last: bool = False) -> None:
+        """A step is over, the next has not begun. `ends`: the loop over the loader does with it; `last`: so does a loop that
+        counts steps. `leave` leaves the state for one who is not here."""
+        run, stepper = self._run, self._run._stepper
+        assert stepper is not None
+        self._decide(ends, last)
+        leave()
+        if not self._recorder.settle():
+            self._owed = True
+        every = run.settings.checkpoint_every
+        if not self._seen and (every or run.workers > 1):
+            self._seen = True
+            self.capture()  # refuses what cannot be kept, or handed to a newcomer: now, not hours later
+        if (every and (self._due.now or run.stopped)) or stepper.agreed_term > run._session.view.term:
+            self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
+        # Where all meet about a checkpoint that is taken, they do so before somebody is let in who knows nothing of it.
+        if every and self._may_lag:
+            self._write_if_due()
+        run.terms.boundary(stepper.agreed_term, self)
+        if every and not self._may_lag:
+            self._write_if_due()
+
+    def _decide(self, ends: bool, last: bool = False) -> None:
+        """Before anybody gets the state of this boundary: who comes here has to know what the others do next. The end of the
+        last epoch is not entered again."""
+        run = self._run
+        last_epoch = ends and run.epoch + 1 >= run._epochs_asked
+        self._last = last or last_epoch
+        self._due = self._due.behind(run.step, run.settings.checkpoint_every, ends and not last_epoch)
+
+    def checkpoint_if_due(self) -> None:
+        """Where workers come together without a boundary."""
+        self._decide(ends=False)
+        self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        run = self._run
+        if run.stopped:
+            self.at_stop()
+        elif self._due.now or (self._owed and not self._due.ends and not self._takes_all):
+            self._checkpoint()
+        self._due = self._due._replace(step=run.step)  # which a checkpoint may have told, where workers meet nobody
+
+    def at_stop(self) -> None:
+        """The run stops here, so that it can go on later; what the script still does is not part of it."""
+        if self._run.settings.checkpoint_every:
+            self.settle()
+            self._collect()
+            self._checkpoint()
+            self.settle()
+
+    def finish(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was taken is written, or is known not to be."""
+        self._recorder.finish()
+
+    @property
+    def _may_lag(self) -> bool:
+        strategy = self._run._strategy
+        return isinstance(strategy, Stepwise) and strategy.may_lag
+
+    @property
+    def _takes_all(self) -> bool:
+        """Whether all workers have a part in a checkpoint: then it is taken where all know it to be due."""
+        return self._may_lag or self._scattered is not None or isinstance(self._run._feeding.loop, Rounds)
+
+    @property
+    def _scattered(self) -> Lasting | None:
+        strategy = self._run._strategy
+        return strategy if isinstance(strategy, Lasting) and strategy.scattered else None
+
+    def _collect(self) -> None:
+        if self._scattered is not None:
+            self._scattered.collect(lambda payload: self._run.terms.gather(_COLLECTED, payload))
+
+    def _checkpoint(self) -> None:
+        loop = self._run._feeding.loop
+        states = loop.states() if isinstance(loop, Rounds) else ()
+        if self._run.is_main:
+            self._take(states)
+        if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost
+            self._run.terms.gather(_TAKEN, bytes)
+
+    def _take(self, states: Sequence[bytes]) -> None:
+        """Training does not wait for a disk, but at its end: there is no later step that could give one."""
+        run = self._run
+        if self._last:
+            self.settle()
+        if not self._recorder.has_time(run.step):
+            self._owed = True
+            return
+        with run._strategy.whole() as register:
+            if register is not None:
+                assert isinstance(run._feeding.loop, Turns)
+                run._feeding.loop.settle(register)
+                if run._feeding.loop.ends(register) and not run.stopped:
+                    self._owed = True
+                    return
+            scripts, ends = self._scripts(), run._feeding.at_loops_end(run.epoch)
+            self._recorder.take(
+                run.step,
+                run._replica.optimizers,
+                scripts["replica"]["tensors"],
+                lambda: self._around(scripts, keys=True, states=states),
+                ends,
+            )
+            self._owed = False
+
+    def _may_publish(self) -> bool:
+        """A worker that the others have gone on without must not overwrite what they write."""
+        session = self._run._session
+        return session.is_main and not session.board.gone(session.worker)
+
+    def _tell(self, text: str) -> None:
+        self._run._session.folder.event("warning", text)
+        sys.stderr.write(f"paceline: {text}\n")
