@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 
 def living(run: RunFolder) -> dict[int, int]:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from benchmarks.statistics import median_ratio, words
 from benchmarks.turns import HERE, Side
-from paceline.cluster import wire
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import LocalStore
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.wires import wire
 
 _LIMIT = 1.10
 _STEPS = 20

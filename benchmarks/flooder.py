@@ -17,8 +17,8 @@ from collections import Counter, deque
 from pathlib import Path
 
 from benchmarks.noise import noise
-from paceline.cluster import messages, wire
-from paceline.cluster.handshake import GREETING_BYTES, NONCE_BYTES, Knock
+from paceline.wires import messages, wire
+from paceline.wires.handshake import GREETING_BYTES, NONCE_BYTES, Knock
 
 _HELD = 200
 """Connections that it keeps open in silence: more than a door has place for."""

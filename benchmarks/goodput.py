@@ -24,7 +24,7 @@ from benchmarks import steplog
 from benchmarks.events import living
 from benchmarks.turns import HERE, python_path
 from paceline.faults.marked import VARIABLE, end_marked
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 _LIMIT = 0.90
 _START_S, _STOP_S = 60.0, 30.0

@@ -23,14 +23,14 @@ from pathlib import Path
 from benchmarks.members_clients import Members, raise_descriptors
 from benchmarks.turns import HERE
 from paceline.cli.asking import ask
-from paceline.cluster import messages
-from paceline.cluster.board import Stop
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import LocalStore
+from paceline.folder import RunFolder
 from paceline.settings import Settings
-from paceline.watch.folder import RunFolder
+from paceline.wires import messages
+from paceline.wires.board import Stop
 
 _LIMIT_S = 1.0
 _REST_S = 3.0

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster import messages, wire
-from paceline.cluster.board import Board
-from paceline.cluster.connection import Connection
-from paceline.cluster.handshake import NONCE_BYTES, Knock, Verdict
+from paceline.wires import messages, wire
+from paceline.wires.board import Board
+from paceline.wires.connection import Connection
+from paceline.wires.handshake import NONCE_BYTES, Knock, Verdict
 
 _LOOK_S = 0.005
 _PATIENCE_S = 60.0

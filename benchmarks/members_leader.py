@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.members_clients import raise_descriptors
 from paceline.cluster import agent
 from paceline.cluster.crew import Crew, Worker
-from paceline.cluster.nursing import Fork
 from paceline.cluster.rendezvous import Rendezvous
+from paceline.launch.nursing import Fork
 
 
 class Simulated(Crew):

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster import wire
-from paceline.cluster.messages import After, Done, Failed, Get, Granted, Hello, Next, Put, Segment, Value, Welcome
+from paceline.wires import wire
+from paceline.wires.messages import After, Done, Failed, Get, Granted, Hello, Next, Put, Segment, Value, Welcome
 
 _VALID = [
     wire.encode(message)

@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks import steplog
 from benchmarks.turns import HERE, python_path
 from paceline.faults.marked import VARIABLE, end_marked
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 _LOOK_S = 0.2
 _LIMIT_S = 900.0

@@ -15,11 +15,11 @@ from collections import Counter
 import msgspec
 import torch
 
-from paceline.cluster import wire
 from paceline.servers import kv
 from paceline.servers.calling import Lines, dial
 from paceline.servers.serving import Opening, Refusal, Serving
 from paceline.tensors.channel import PREFIX
+from paceline.wires import wire
 
 _SECRET = bytes(wire.SECRET_BYTES)
 _SAMPLES: list[tuple[msgspec.Struct, bytes]] = [

@@ -16,11 +16,11 @@ from statistics import median
 import torch
 
 from benchmarks.turns import HERE, python_path, wait_for_turns
-from paceline.cluster import wire
 from paceline.servers import kv
 from paceline.servers.serving import Serving
 from paceline.tensors.channel import memory_of
 from paceline.tensors.streamed import tune
+from paceline.wires import wire
 
 ROUNDS = 3
 """Of a rival, in a turn."""

@@ -18,11 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline import strategies
-from paceline.cluster import survival
-from paceline.cluster.board import Phase
 from paceline.data.order import mix
 from paceline.data.random import set_seed
 from paceline.errors import UsageError
+from paceline.folder import write_atomically
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
 from paceline.loop import checks, evaluation, wiring
@@ -33,8 +32,9 @@ from paceline.loop.steps import Stepper
 from paceline.loop.stopping import Stopping
 from paceline.servers.keys_client import KeyValues
 from paceline.state.replica import Replica
+from paceline.strategies import survival
 from paceline.strategies.base import InRounds, Served, Stepwise
-from paceline.watch.folder import write_atomically
+from paceline.wires.board import Phase
 from paceline.worker import ending, reaching, waiting
 from paceline.worker.agreement import Agreement
 from paceline.worker.session import Session, user_line

@@ -22,6 +22,8 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from paceline.strategies import Entry
 
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+"""Where our own code lies: what is called from elsewhere is the script's."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
@@ -279,10 +281,6 @@ def merge(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Setti
         if not arguments:
             raise
         raise UsageError(f"{_script_line()}: {error}") from None
-
-
-PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-"""Where our own code lies: what is called from elsewhere is the script's."""
 
 
 def _script_line() -> str:

@@ -25,11 +25,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.cluster.nursing import SECRET
 from paceline.cluster.store import runtime_folder
 from paceline.faults.marked import VARIABLE
 from paceline.launch import nursery
 from paceline.launch.environment import nursery_environment
+from paceline.launch.nursing import SECRET
 from tests.network import enter
 
 ROOT = Path(__file__).resolve().parents[1]

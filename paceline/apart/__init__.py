@@ -1,1 +1,1 @@
-"""Replicas that train apart: their rounds, exchanges, and the copies of their states on other machines."""
+"""Replicas that train apart: exchanges, who comes to them, and copies of their states on other machines."""

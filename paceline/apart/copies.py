@@ -12,12 +12,12 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.apart.couriers import Courier, Inbox, Parcel, rounds_of, while_there
-from paceline.cluster.messages import Claim, Get, Needed, Value
-from paceline.cluster.passage import Fetch, Passage, Survey
-from paceline.cluster.stream import connect
+from paceline.apart.passage import Fetch, Passage, Survey
 from paceline.errors import PacelineError
 from paceline.state.buddies import NONE, foremost, newest
 from paceline.state.lockers import Lockers
+from paceline.wires.messages import Claim, Get, Needed, Value
+from paceline.wires.stream import connect
 from paceline.worker import waiting
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from paceline.cluster.messages import Get, Value
-from paceline.cluster.passage import Fetch, Leave, Passage, Survey
-from paceline.cluster.stream import Check, connect
+from paceline.apart.passage import Fetch, Leave, Passage, Survey
 from paceline.errors import PacelineError, ResourceError
 from paceline.state.alike import Piece, checksum, fill, lying, missing, pieces
 from paceline.state.buddies import NONE, buddy, keeper
 from paceline.state.lockers import Locker, Lockers
+from paceline.wires.messages import Get, Value
+from paceline.wires.stream import Check, connect
 
 if TYPE_CHECKING:
     from paceline.worker.session import Ask, Session

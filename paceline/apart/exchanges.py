@@ -14,9 +14,9 @@ from paceline.apart.attendance import Attendance
 from paceline.apart.beside import Beside, State, Verdict, decide
 from paceline.data.order import mix
 from paceline.data.receipts import SAMPLES, STEP, Receipt, Tally, settled, table
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.averaging import Circle
 from paceline.tensors.peers import Peers, TermEnded
+from paceline.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from paceline.loop.steps import Stepper

@@ -12,14 +12,15 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import runs_option
-from paceline.cluster import between, messages, secret, wire
+from paceline.cluster import between
 from paceline.cluster.job import Job
-from paceline.cluster.link import LeaderLink
 from paceline.cluster.rendezvous import Reach, Rendezvous
 from paceline.cluster.store import LocalStore, StoreGone
 from paceline.errors import UsageError
+from paceline.folder import RunFolder
 from paceline.launch.environment import visible_gpus
-from paceline.watch.folder import RunFolder
+from paceline.wires import messages, secret, wire
+from paceline.wires.link import LeaderLink
 
 _VARIABLE = "PACELINE_SECRET"
 _LOST_S = 6.0

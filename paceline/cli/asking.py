@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster import messages, wire
 from paceline.cluster.job import Job
-from paceline.cluster.link import LeaderLink, NoLeaderError
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.errors import UsageError
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.wires import messages, wire
+from paceline.wires.link import LeaderLink, NoLeaderError
 
 _PATIENCE_S = 5.0
 _ELSEWHERE_S, _LEASES = 15.0, 2

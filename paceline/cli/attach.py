@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import runs_option
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 
 @click.command("attach")

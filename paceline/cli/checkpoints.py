@@ -10,8 +10,8 @@ import click
 from paceline.cli.options import runs_option
 from paceline.cluster.memory import words
 from paceline.errors import UsageError
+from paceline.folder import RunFolder
 from paceline.state.checkpoint import Checkpoint, listed, newest_good
-from paceline.watch.folder import RunFolder
 
 
 @click.command("checkpoints")

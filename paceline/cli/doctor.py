@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 
 from paceline.cluster.memory import available_bytes, words
+from paceline.folder import RunFolder
 from paceline.launch.environment import visible_gpus
-from paceline.watch.folder import RunFolder
 
 
 @click.command("doctor")
@@ -72,7 +72,7 @@ def _probe(transport: str) -> tuple[bool, str]:
         flags = ["-n", "2", "--transport", transport, "--runs", runs, "--name", "probe", "--show", "none"]
         if transport != "nccl":
             flags += ["--device", "cpu"]
-        command = [sys.executable, "-P", "-m", "paceline", "run", *flags, "-m", "paceline.tensors.probe"]
+        command = [sys.executable, "-P", "-m", "paceline", "run", *flags, "-m", "paceline.cli.probe"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:

@@ -9,7 +9,7 @@ import click
 
 from paceline.cli.options import runs_option
 from paceline.errors import UsageError
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 from paceline.watch.lines import Follower
 
 

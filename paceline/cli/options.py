@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.watch.folder import DEFAULT_RUNS
+from paceline.folder import DEFAULT_RUNS
 
 F = TypeVar("F", bound=Callable[..., Any])
 GIVEN = "paceline.given"

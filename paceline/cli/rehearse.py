@@ -24,7 +24,7 @@ from paceline.faults.judge import HEAD, Outcome, Verdict, row, total
 from paceline.faults.plan import HITS, KINDS, ROLES, Fault, Kind, Role
 from paceline.faults.random import Range, random_plan
 from paceline.faults.rehearsal import Rehearsal, plan_flags
-from paceline.watch.folder import RunFolder, new_id
+from paceline.folder import RunFolder, new_id
 from paceline.watch.lines import aligned
 
 _OF_RUN = (

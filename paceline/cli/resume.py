@@ -13,10 +13,10 @@ from paceline.cli.options import given as as_typed
 from paceline.cli.options import runs_option
 from paceline.cluster.job import Job
 from paceline.errors import UsageError
+from paceline.folder import RunFolder
 from paceline.settings import BITS, Settings, Target, merge
 from paceline.state.checkpoint import listed, newest_good, step_of
 from paceline.strategies import rounds_of
-from paceline.watch.folder import RunFolder
 
 
 def checkpoint_of(folder: RunFolder) -> str:

@@ -19,10 +19,10 @@ from paceline.cli.resume import checkpoint_of
 from paceline.cluster.job import Job
 from paceline.errors import UsageError
 from paceline.faults.plan import Fault
+from paceline.folder import RunFolder
 from paceline.launch.environment import visible_gpus
 from paceline.settings import DEVICES, ON_DEATH, PRECISIONS, TRANSPORTS, Settings, merge
 from paceline.state.checkpoint import listed
-from paceline.watch.folder import RunFolder
 
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

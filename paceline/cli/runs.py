@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import runs_option
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 from paceline.watch.lines import aligned, shortened
 
 _COLUMNS = ("run", "started", "exit", "steps", "workers", "slots", "samples/s", "weights")

@@ -8,7 +8,7 @@ import click
 
 from paceline.cli.options import runs_option
 from paceline.errors import UsageError
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 
 @click.command("scale")
@@ -28,8 +28,8 @@ def command(run: str, workers: int | None, servers: int | None, runs: Path) -> N
     go end once others hold theirs. The weights stay the same, bit for bit.
     """
     from paceline.cli.asking import ask
-    from paceline.cluster.messages import Scale
     from paceline.watch.terminal import counted
+    from paceline.wires.messages import Scale
 
     if workers is None and servers is None:
         raise UsageError("give -n WORKERS, --servers N, or both: paceline scale last --servers 3")

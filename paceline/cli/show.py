@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import runs_option
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 from paceline.watch.lines import aligned, compact
 from paceline.watch.observed import observed
 from paceline.watch.servers import servers_of

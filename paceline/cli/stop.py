@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import runs_option
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 
 @click.command("stop")
@@ -22,8 +22,8 @@ def command(run: str, kill: bool, runs: Path) -> None:
     paceline resume last      goes on later
     """
     from paceline.cli.asking import ask
-    from paceline.cluster.board import Stop as Asked
-    from paceline.cluster.messages import Stop
+    from paceline.wires.board import Stop as Asked
+    from paceline.wires.messages import Stop
 
     folder = RunFolder.find(runs, run)
     ask(folder, Stop(Asked.COMMAND, kill))

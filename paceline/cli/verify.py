@@ -17,8 +17,8 @@ from paceline.cli.options import runs_option
 from paceline.data.proof import Advance, Proof, compare, prove
 from paceline.data.receipts import IDS, Table
 from paceline.errors import PacelineError, UsageError
+from paceline.folder import RunFolder
 from paceline.state.ledger import Book, read
-from paceline.watch.folder import RunFolder
 from paceline.watch.terminal import counted
 
 _LONG = 50_000_000

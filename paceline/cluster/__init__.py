@@ -1,1 +1,1 @@
-"""Who is in the run: the agent that starts and watches workers, and what they share with it."""
+"""Who is in the run: the agents, the one that leads them, and what it decides."""

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.cluster import messages
 from paceline.cluster.ends import KILLS, crash_trace, exit_words
 from paceline.cluster.fleet import Address, Fleet
 from paceline.cluster.journal import Journal
+from paceline.folder import RunFolder
 from paceline.settings import Settings
 from paceline.strategies import find
-from paceline.watch.folder import RunFolder
+from paceline.wires import messages
 
 if TYPE_CHECKING:
     from paceline.cluster.coordinator import Coordinator

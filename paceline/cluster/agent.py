@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.cluster import wire
-from paceline.cluster.board import Board
 from paceline.cluster.crew import Crew
 from paceline.cluster.election import Tenure, clock
 from paceline.cluster.fleet import Fleet
@@ -32,7 +30,9 @@ from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.seeking import Seeker, first_journal
 from paceline.cluster.standby import Lead, Orphaned, stand_by
 from paceline.cluster.store import FencedError, LocalStore, Store, StoreGone, open_store
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.wires import wire
+from paceline.wires.board import Board
 
 REPLACEMENTS, SERVERS = 300, 100
 """How many workers, and servers, a run may start anew before it makes do with those it has."""

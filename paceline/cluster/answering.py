@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cluster import messages
-from paceline.cluster.connection import Connection
 from paceline.cluster.desk import Key
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.kept import BOARD, Kept
-from paceline.cluster.membership import View
 from paceline.cluster.memory import term_of
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.wires import messages
+from paceline.wires.connection import Connection
+from paceline.wires.view import View
 
 if TYPE_CHECKING:
     from paceline.cluster.journal import Journal

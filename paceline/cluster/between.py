@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.cluster.journal import End
-from paceline.cluster.wire import decoder
+from paceline.wires.wire import decoder
 
 # from another machine's agent to the one that leads
 

@@ -14,19 +14,20 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster import messages
 from paceline.cluster.admiral import Admiral
 from paceline.cluster.blame import Raised, why_it_ends
-from paceline.cluster.board import Phase, Stop
 from paceline.cluster.ends import KILLS, crash_trace, exit_words
 from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Failure, Journal
-from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start, View
+from paceline.cluster.membership import GiveUp, Instruction, Kill, Publish, Standing, Start
 from paceline.cluster.office import Office
 from paceline.cluster.rollback import Rollback
 from paceline.errors import OvertakenError
+from paceline.folder import RunFolder
 from paceline.strategies import find
-from paceline.watch.folder import RunFolder
+from paceline.wires import messages
+from paceline.wires.board import Phase, Stop
+from paceline.wires.view import View
 
 _LOST = -signal.SIGKILL
 """The exit code of a worker whose machine was lost, for want of a better one."""

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paceline.cluster.board import Board
-from paceline.cluster.nursing import Born, Closed, Exited, Fork, Nursery, Refused
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.launch.nursing import Born, Closed, Exited, Fork, Nursery, Refused
+from paceline.wires.board import Board
 
 _CODE_MAY_TAKE_S = 0.5
 """How long after a worker's death the nursery may take to say its exit code."""

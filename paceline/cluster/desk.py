@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.connection import Connection
-from paceline.cluster.door import Door
-from paceline.cluster.messages import ANY
 from paceline.cluster.reception import Reception
+from paceline.wires.connection import Connection
+from paceline.wires.door import Door
+from paceline.wires.messages import ANY
 
 Key = tuple[str, int | str]
 """A question that waits for its answer: ("fact", name), ("after", term), ("view", term), ("join", worker), ("needed", worker),

@@ -7,10 +7,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cluster.board import Board, Phase
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Failure, Journal
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.wires.board import Board, Phase
 
 
 def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int:

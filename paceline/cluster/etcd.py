@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.gateway import Address, Gateway
-from paceline.cluster.membership import View
 from paceline.cluster.store import FencedError, Record, Store, StoreGone, TermTaken
+from paceline.wires.view import View
 
 Part = dict[str, Any]
 """A piece of a transaction, as etcd's JSON has it."""

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.cluster import between, messages, wire
-from paceline.cluster.connection import Connection
+from paceline.cluster import between
 from paceline.cluster.crew import NurseryError
 from paceline.cluster.journal import End, Journal
 from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.reception import NotNow
 from paceline.cluster.seeking import Found, Gone, Seeker, Vacant
 from paceline.cluster.store import Record
+from paceline.wires import messages, wire
+from paceline.wires.connection import Connection
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from paceline.folder import RunFolder
 from paceline.settings import Settings, merge
-from paceline.watch.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.blame import Raised
-from paceline.cluster.board import Phase, Stop
 from paceline.cluster.fleet import Fleet
-from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Standing, Start, View
+from paceline.cluster.membership import Instruction, Kill, Membership, Publish, Standing, Start
+from paceline.wires.board import Phase, Stop
+from paceline.wires.view import View
 
 
 class Failure(msgspec.Struct):

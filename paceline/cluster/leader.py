@@ -13,12 +13,8 @@ import time
 
 import msgspec
 
-from paceline.cluster import wire
-from paceline.cluster.board import Phase, Seen, Stop
-from paceline.cluster.connection import Connection
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.crew import NurseryError
-from paceline.cluster.door import Door
 from paceline.cluster.ending import conclude
 from paceline.cluster.injection import Injection
 from paceline.cluster.journal import End, Journal
@@ -26,8 +22,12 @@ from paceline.cluster.node import GRACE_S, TICK_S, Node
 from paceline.cluster.office import Office
 from paceline.cluster.outposts import Outposts
 from paceline.cluster.store import FencedError, StoreUnreachable
+from paceline.cluster.verdict import QUIET_S, stuck, verdict
 from paceline.errors import PacelineError
-from paceline.watch.verdict import QUIET_S, stuck, verdict
+from paceline.wires import wire
+from paceline.wires.board import Phase, Seen, Stop
+from paceline.wires.connection import Connection
+from paceline.wires.door import Door
 
 _ODD_EXIT_S = 1.0
 _NO_KILL = "PACELINE_EVICT_WITHOUT_KILL"
@@ -308,6 +308,6 @@ def _secured(listening: socket.socket, secret: bytes) -> Door:
     sock = listening.dup()
     if wire.is_loopback(sock.getsockname()[0]):
         return Door(sock, secret, time.monotonic())
-    from paceline.cluster.tls import Identity  # costs some ms, and most runs have one machine
+    from paceline.wires.tls import Identity  # costs some ms, and most runs have one machine
 
     return Door(sock, secret, time.monotonic(), Identity.make())

@@ -20,12 +20,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class View:
-    term: int
-    members: tuple[int, ...]
-    """Workers by number, in the order of their ranks; the first one is main."""
+from paceline.wires.view import View
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cluster.kept import Kept
-from paceline.cluster.messages import Granted, Refused
+from paceline.wires.messages import Granted, Refused
 
 
 def available_bytes() -> int:

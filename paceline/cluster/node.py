@@ -18,23 +18,23 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.cluster import wire
 from paceline.cluster.answering import Answering
-from paceline.cluster.board import Abort, Board, Phase
-from paceline.cluster.connection import Connection
 from paceline.cluster.crew import Crew, Worker
 from paceline.cluster.desk import Desk
-from paceline.cluster.door import Door
 from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Journal
 from paceline.cluster.kept import BOARD
 from paceline.cluster.memory import Segments
-from paceline.cluster.messages import Ended
-from paceline.cluster.nursing import Fork, Nursery, end_silent
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead
+from paceline.folder import RunFolder
 from paceline.launch.environment import NEWEST, Ticket, nursery_environment, own_environment
-from paceline.watch.folder import RunFolder
+from paceline.launch.nursing import Fork, Nursery, end_silent
+from paceline.wires import wire
+from paceline.wires.board import Abort, Board, Phase
+from paceline.wires.connection import Connection
+from paceline.wires.door import Door
+from paceline.wires.messages import Ended
 
 TICK_S = 0.1
 GRACE_S = 1.5

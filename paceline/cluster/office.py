@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.cluster.election import NOBODY, Tenure, clock
-from paceline.cluster.membership import View
 from paceline.cluster.store import Store, StoreUnreachable
+from paceline.wires.view import View
 
 _AGAIN_S = 0.05
 

@@ -10,13 +10,14 @@ import time
 
 import msgspec
 
-from paceline.cluster import between, messages, wire
-from paceline.cluster.connection import Connection
+from paceline.cluster import between
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.door import Door
 from paceline.cluster.journal import Machine
 from paceline.cluster.node import Node
 from paceline.cluster.reception import Reception
+from paceline.wires import messages, wire
+from paceline.wires.connection import Connection
+from paceline.wires.door import Door
 
 _END_S, _LOOK_S = 1.0, 0.005
 _LAST_CALL_S = 0.2

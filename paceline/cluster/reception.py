@@ -7,9 +7,9 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from paceline.cluster import wire
-from paceline.cluster.connection import Connection
-from paceline.cluster.door import Door
+from paceline.wires import wire
+from paceline.wires.connection import Connection
+from paceline.wires.door import Door
 
 
 class NotNow(Exception):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster import secret
 from paceline.cluster.store import LocalStore, Record, StoreGone, runtime_folder
 from paceline.errors import UsageError
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.wires import secret
 
 
 class Reach(msgspec.Struct, frozen=True):

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cluster import survival
 from paceline.cluster.fleet import Fleet
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.cluster.membership import Standing
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.strategies import survival
 
 if TYPE_CHECKING:
     from paceline.cluster.coordinator import Coordinator

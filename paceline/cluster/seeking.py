@@ -9,11 +9,12 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from paceline.cluster import between, wire
+from paceline.cluster import between
 from paceline.cluster.election import Silence, clock
 from paceline.cluster.journal import Journal
 from paceline.cluster.store import Record, Store, StoreGone, open_store
 from paceline.errors import PacelineError, UsageError
+from paceline.wires import wire
 
 _AGAIN_S = 0.1
 _TRIES = 4

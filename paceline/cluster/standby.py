@@ -17,11 +17,11 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from paceline.cluster import messages, wire
-from paceline.cluster.board import Board
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import FencedError, Record, Store, StoreGone
+from paceline.wires import messages, wire
+from paceline.wires.board import Board
 
 _LOOK_S = 0.25
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.membership import View
 from paceline.errors import UsageError
+from paceline.wires.view import View
 
 _SHARED = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "9p", "afs", "beegfs", "gluster", "ocfs")
 _TABLES = """

@@ -19,7 +19,7 @@ from paceline.faults.judge import Outcome, Verdict, judge
 from paceline.faults.marked import VARIABLE, end_marked, marked
 from paceline.faults.plan import Fault
 from paceline.faults.random import kills_everything
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 _POLL_S = 0.05
 _GRACE_S = 5.0

@@ -1,1 +1,1 @@
-"""How processes start: their environment, and the first code each runs."""
+"""How processes start: the nursery that forks them, their environment, and the first code each runs."""

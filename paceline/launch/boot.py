@@ -17,12 +17,12 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from paceline.cluster.link import LAST_WORDS_S, LeaderLink
-from paceline.cluster.messages import Failed, Hello
 from paceline.errors import OWN_GROUP, Departed, PacelineError, PeerLostError, UsageError
 from paceline.launch.environment import ticket
 from paceline.loop.unwinding import raised_at
-from paceline.watch.lines import LAST_WORDS, LAST_WORDS_END
+from paceline.wires.link import LAST_WORDS_S, LeaderLink
+from paceline.wires.messages import Failed, Hello
+from paceline.wires.telling import LAST_WORDS, LAST_WORDS_END
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 

@@ -10,8 +10,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.cluster.nursing import Fork
 from paceline.launch import boot
+from paceline.launch.nursing import Fork
 
 
 def live(fork: Fork, log: int, leave_nursery: Callable[[], None]) -> NoReturn:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.cluster import wire
-from paceline.cluster.nursing import REQUEST, SECRET, Children, Exited, Fork, Forked, Quit, Ready, Refused, Told
 from paceline.launch import newborn
+from paceline.launch.nursing import REQUEST, SECRET, Children, Exited, Fork, Forked, Quit, Ready, Refused, Told
+from paceline.wires import wire
 
 PREPARED = (
     "numpy.random",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.cluster.board import Phase
 from paceline.data.loader import Feed
 from paceline.data.order import mix
 from paceline.data.pieces import tally
@@ -18,6 +17,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.loop.steps import Batch
 from paceline.loop.turns import Schedule, Turns
 from paceline.servers.register import Delivered
+from paceline.wires.board import Phase
 from paceline.worker.session import user_line
 
 if TYPE_CHECKING:

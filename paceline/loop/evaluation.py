@@ -16,13 +16,13 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.cluster.board import Phase
 from paceline.data.copies import strided
 from paceline.data.order import mix
 from paceline.data.random import seeded, set_seed
 from paceline.data.values import place
 from paceline.errors import UsageError
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
+from paceline.wires.board import Phase
 from paceline.worker.session import user_line
 
 if TYPE_CHECKING:

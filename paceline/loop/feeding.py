@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from paceline.cluster.board import Phase
 from paceline.data.copies import strided
 from paceline.data.loader import Feed, adopt, adopted, build_feed
 from paceline.data.order import mix
@@ -23,6 +22,7 @@ from paceline.loop.steps import Batch, Stepper, line_of_close
 from paceline.loop.stopping import Stopping
 from paceline.loop.unwinding import Running, came_through, running_now
 from paceline.strategies.base import InRounds, Strategy
+from paceline.wires.board import Phase
 from paceline.worker.session import Session, user_line
 from paceline.worker.terms import Terms
 

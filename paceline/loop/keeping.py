@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.apart.rounds import Rounds
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
 from paceline.launch.environment import NEWEST
 from paceline.loop.due import Due
+from paceline.loop.rounds import Rounds
 from paceline.loop.turns import Turns
 from paceline.settings import BITS
 from paceline.state.checkpoint import Checkpoint, newest_good, step_of
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
 from paceline.state.recorder import Recorder
-from paceline.state.snapshot import Snapshot
 from paceline.state.writer import Writer
 from paceline.strategies.base import Lasting, Stepwise
+from paceline.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from paceline.loop.steps import Batch

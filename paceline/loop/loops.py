@@ -36,8 +36,8 @@ class Loop(Protocol):
 
 
 def loop_of(run: Run, strategy: Strategy, stepper: Stepper) -> Loop:
-    from paceline.apart.rounds import Rounds
     from paceline.loop.client_turns import ClientTurns
+    from paceline.loop.rounds import Rounds
     from paceline.loop.turns import FreeTurns
     from paceline.strategies.averaging import Averaging
     from paceline.strategies.federated import Federated

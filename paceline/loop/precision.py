@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.loop.hooks import Hook
+from paceline.strategies.hooks import Hook
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GROW_AFTER = 2000

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.cluster.board import Phase
 from paceline.data.loader import Feed, Share
 from paceline.data.order import mix
 from paceline.data.pieces import NOTHING, Taken, cut, cut_ids, loose_tally, own_draw, tally
@@ -29,6 +28,7 @@ from paceline.strategies.base import DIGEST, STOP, TALLY, TERM, Point, Stepwise
 from paceline.tensors.following import Following
 from paceline.tensors.peers import Peers, SharesWanted, TermEnded
 from paceline.tensors.tree import Plan
+from paceline.wires.board import Phase
 from paceline.worker.session import Session, user_line
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from paceline.cluster.board import Stop
 from paceline.data.order import mix
 from paceline.settings import StopRules
+from paceline.wires.board import Stop
 from paceline.worker.session import Session
 from paceline.worker.terms import Terms
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.cluster.board import Phase
 from paceline.data.loader import Feed
 from paceline.data.order import mix
 from paceline.data.pieces import own_draw, tally
@@ -24,7 +23,8 @@ from paceline.data.receipts import OWN_DRAWS, Receipt
 from paceline.errors import PacelineError, UsageError
 from paceline.loop.steps import Batch
 from paceline.servers.register import Delivered
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
+from paceline.wires.board import Phase
 from paceline.worker.session import user_line
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from paceline import strategies
 from paceline.data.receipts import Tally
 from paceline.embedding import tables_of
 from paceline.errors import UsageError
-from paceline.loop.hooks import Hook
 from paceline.loop.loops import loop_of
 from paceline.loop.pieces import Pieces
 from paceline.loop.steps import Stepper
 from paceline.strategies.base import Lasting, Seat, Served, Stepwise
+from paceline.strategies.hooks import Hook
 from paceline.worker import reaching
 from paceline.worker.session import user_line
 

@@ -1,1 +1,1 @@
-"""The parameter server: what it holds, who may go on, what counts once."""
+"""Parameters, tables and keys at servers: who holds what, who may go on, what counts once."""

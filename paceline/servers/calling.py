@@ -16,11 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from paceline.cluster import wire
 from paceline.servers.serving import Opening, Refusal
 from paceline.tensors import sharing
 from paceline.tensors.channel import BadMessage, Buffer, Channel, ChannelEnded, ChannelError, left_alone, prefix
 from paceline.tensors.streamed import StreamChannel
+from paceline.wires import wire
 
 UNDER_WAY = 64 << 20
 """Bytes on a line that are not answered yet, more only for a call that is larger by itself."""

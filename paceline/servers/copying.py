@@ -19,11 +19,11 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from paceline.cluster.messages import Placed
 from paceline.servers.holders import NOWHERE
 from paceline.servers.lines import Line, before_redial, moved
 from paceline.servers.messages import Asked, Call, Copy, Done, Moved
 from paceline.servers.serving import Answer
+from paceline.wires.messages import Placed
 
 LOOK_S = 0.05
 Answered: TypeAlias = Answer | tuple[msgspec.Struct, Sequence[memoryview]]

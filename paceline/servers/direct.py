@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from paceline.cluster.messages import Placed
 from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.copying import Copying
 from paceline.servers.lines import Server
 from paceline.servers.serving import Answer
+from paceline.wires.messages import Placed
 
 
 class DirectLine:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.cluster.messages import Layout, Placed, Sizes
 from paceline.servers.lines import Server, line_to
+from paceline.wires.messages import Layout, Placed, Sizes
 
 _LOOK_S = 0.05
 Ask = Callable[[Any], tuple[Any, list[int]]]

@@ -37,9 +37,9 @@ from paceline.servers.messages import (
 )
 from paceline.servers.optimizers import Engine
 from paceline.servers.parts import New, Parts
-from paceline.state.snapshot import Snapshot
 from paceline.tensors import lending
 from paceline.tensors.encoding import seed_of
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import Range, program
 

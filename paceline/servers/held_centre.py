@@ -17,9 +17,9 @@ import torch
 from paceline.servers.fragments import Fragment
 from paceline.servers.held import as_bytes
 from paceline.servers.messages import Apply, Bring, Lay
+from paceline.servers.outer import SGD, AnyOuter
 from paceline.servers.rounds import Closed
-from paceline.state.snapshot import Snapshot
-from paceline.strategies.outer import SGD, AnyOuter
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.sums import TreeSum
 from paceline.tensors.tree import program
 

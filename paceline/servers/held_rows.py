@@ -24,7 +24,7 @@ from paceline.servers.messages import Advance, Lay, Part, RowPush, RowUpdate, Su
 from paceline.servers.row_optimizers import Block
 from paceline.servers.rows import Rows, coalesce
 from paceline.servers.tables import Table, pack, packed_size, unpack
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 
 _SWEEPS = 4
 """Expired rows are looked for so often within the time that a row may rest."""

@@ -16,11 +16,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from paceline.cluster.messages import Placed
 from paceline.servers.calling import Reply
 from paceline.servers.fragments import MOST_BYTES
 from paceline.servers.lines import Server, before_redial, moved
 from paceline.servers.messages import Asked, Drawing, Outline
+from paceline.wires.messages import Placed
 
 _LOOK_S = 0.01
 NOWHERE = Placed(0, [], [], [], {})

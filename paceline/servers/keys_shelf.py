@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from paceline.cluster.messages import Placed
 from paceline.servers.copying import Answered, Copying
 from paceline.servers.keys_messages import FRAGMENTS, KeyCall, KeySaid, Laid, Mark, Marks, Names, Pulls, Pushes
 from paceline.servers.kv import Pull, Pushed, Store
 from paceline.servers.messages import Done
 from paceline.servers.serving import Answer
 from paceline.tensors.channel import memory_of
+from paceline.wires.messages import Placed
 
 _NONE = Mark(0, 0)
 

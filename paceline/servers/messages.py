@@ -14,11 +14,11 @@ from paceline.servers.coding import Coding
 from paceline.servers.fragments import Fragment
 from paceline.servers.keys_messages import KeyCall, KeySaid
 from paceline.servers.kv import Pulled, Pushed
+from paceline.servers.outer import AnyOuter
 from paceline.servers.register import Counted, Delivered, Receipt
 from paceline.servers.rounds import Closed
 from paceline.servers.row_optimizers import RowOptimizer
 from paceline.servers.tables import Table
-from paceline.strategies.outer import AnyOuter
 
 
 class Centre(msgspec.Struct, frozen=True):

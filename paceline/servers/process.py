@@ -10,11 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from paceline.cluster import wire
-from paceline.cluster.board import Board, Phase, Row
-from paceline.cluster.link import LeaderLink, NoLeaderError
-from paceline.cluster.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
-from paceline.cluster.tls import Identity
 from paceline.launch.environment import ticket
 from paceline.servers.copying import Copying
 from paceline.servers.lines import line_to
@@ -23,6 +18,11 @@ from paceline.servers.rooms import Rooms
 from paceline.servers.serving import Meter, Serving
 from paceline.servers.shelf import Shelf
 from paceline.settings import merge
+from paceline.wires import wire
+from paceline.wires.board import Board, Phase, Row
+from paceline.wires.link import LeaderLink, NoLeaderError
+from paceline.wires.messages import Filled, Hello, Layout, Placed, ServerReady, Welcome
+from paceline.wires.tls import Identity
 
 _LOOK_S = 0.5
 Result = TypeVar("Result")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from paceline.cluster.messages import Placed
 from paceline.servers.copying import Answered, Copying
 from paceline.servers.keys_messages import KeyCall, KeySaid
 from paceline.servers.keys_shelf import KeyShelf
 from paceline.servers.lines import Line
 from paceline.servers.messages import Asked, Call, Copy
 from paceline.servers.shelf import Shelf
+from paceline.wires.messages import Placed
 
 Told = Callable[[int, dict[int, int]], None]
 _OF_KEYS = (*get_args(KeyCall), *get_args(KeySaid))

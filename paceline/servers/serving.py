@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from paceline.cluster import wire
-from paceline.cluster.door import Arrival, Door, Refusals, Secured
-from paceline.cluster.telling import tell, tell_exception
 from paceline.errors import ResourceError
 from paceline.tensors import sharing
 from paceline.tensors.channel import Buffer, Channel, ChannelEnded
 from paceline.tensors.streamed import StreamChannel, hang_up
+from paceline.wires import wire
+from paceline.wires.door import Arrival, Door, Refusals, Secured
+from paceline.wires.telling import tell, tell_exception
 
 _TICK_S = 0.1
 _LONGEST = 2000

@@ -22,8 +22,8 @@ from paceline.servers.peers import stretch
 from paceline.servers.pieces import Piece
 from paceline.servers.tables import FRAGMENTS, NOMINAL_BYTES, Table
 from paceline.state.replica import Replica, load_optimizer
-from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
+from paceline.tensors.snapshot import Snapshot
 
 
 class Stock:

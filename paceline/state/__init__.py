@@ -1,1 +1,1 @@
-"""What survives: hashes of weights, and files that others can load."""
+"""What survives: checkpoints, receipts, hashes of weights, and files that others can load."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from paceline.state.checksum import Checksum
-from paceline.state.snapshot import places
+from paceline.tensors.snapshot import places
 
 _MOST = 1 << 20
 

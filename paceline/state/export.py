@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from paceline.errors import UsageError
+from paceline.folder import write_atomically
 from paceline.state.checkpoint import Checkpoint
-from paceline.state.snapshot import Snapshot
-from paceline.watch.folder import write_atomically
+from paceline.tensors.snapshot import Snapshot
 
 KINDS = (".safetensors", ".pt", ".pth")
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from paceline.data.dealing import Dealing
 from paceline.data.receipts import STEP, Receipt, Table, settled, table
-from paceline.watch.folder import write_atomically
+from paceline.folder import write_atomically
 
 _RECORD_BYTES = 8 * len(Receipt._fields)
 _NAME = re.compile(r"lineage-(\d+)\.bin")

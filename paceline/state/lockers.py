@@ -15,8 +15,8 @@ import os
 import threading
 from collections.abc import Callable
 
-from paceline.state.snapshot import Snapshot
 from paceline.tensors.segment import Segment
+from paceline.tensors.snapshot import Snapshot
 
 _HEAD = 4096
 _GENERATION, _ROOM, _SIDE, _ROUND, _SIZE = _ENTRY = range(5)

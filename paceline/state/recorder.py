@@ -19,9 +19,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from paceline.state.snapshot import Copy, Snapshot, copies, room_for
 from paceline.state.writer import Writer
 from paceline.tensors.memory import on_huge_pages
+from paceline.tensors.snapshot import Copy, Snapshot, copies, room_for
 
 _WORTH_IT = 64 << 10  # bytes: a smaller tensor is copied sooner than handed over
 _STRETCH = 2 << 20  # bytes: two threads that take turns at these end within a fraction of a millisecond of each other

@@ -17,12 +17,12 @@ import torch
 
 from paceline.data.order import mix
 from paceline.errors import UsageError
+from paceline.servers.outer import State
 from paceline.servers.register import Register
 from paceline.state.replica import Replica
 from paceline.strategies.base import Scaled
 from paceline.strategies.buffers import Buffers
 from paceline.strategies.met import Met
-from paceline.strategies.outer import State
 from paceline.strategies.rhythm import parse
 from paceline.tensors import codecs
 from paceline.tensors.coded import CodedReducer

@@ -21,7 +21,6 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.membership import View
 from paceline.data.loader import Feed
 from paceline.data.receipts import Tally
 from paceline.servers.holders import Directory
@@ -30,6 +29,7 @@ from paceline.state.replica import Replica
 from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.peers import Peers, Watch
 from paceline.tensors.tree import Plan
+from paceline.wires.view import View
 
 STOP, DIGEST, TERM = range(3)
 TALLY = slice(3, 6)

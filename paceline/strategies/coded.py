@@ -18,7 +18,6 @@ from paceline.servers.coding import Coding, Excerpts
 from paceline.servers.fragments import cut
 from paceline.servers.peers import ServedPeers
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies import split_codec
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled
@@ -28,6 +27,7 @@ from paceline.tensors.codecs.kept import Allocate
 from paceline.tensors.coded import CodedReducer
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Peers
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.tree import Plan
 
 

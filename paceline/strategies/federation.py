@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from paceline.data.order import mix
 from paceline.errors import UsageError
-from paceline.strategies.outer import OUTERS, SGD, AnyOuter, make
+from paceline.servers.outer import OUTERS, SGD, AnyOuter, make
 
 _SAMPLED, _DROPPED = 301, 302
 _WHOLE = 1 << 63

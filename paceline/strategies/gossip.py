@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from paceline.data.order import mix
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.averaging import Averaging, Circle, Gift
 from paceline.strategies.pairing import partner
 from paceline.tensors.layout import sum_dtype
 from paceline.tensors.peers import Peers, Trading
+from paceline.tensors.snapshot import Snapshot
 
 _TRADE, _TRADED = mix(602), mix(603)
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from paceline.embedding import tables_of
 from paceline.errors import UsageError
-from paceline.loop.hooks import Hook
 from paceline.servers.calling import Reply
 from paceline.servers.carried import hyper, refuse_closure
 from paceline.servers.clocks import RowsBehind, parse
@@ -35,6 +34,7 @@ from paceline.state.replica import Replica
 from paceline.strategies import split_codec
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Point, Scaled, Seat
+from paceline.strategies.hooks import Hook
 from paceline.strategies.rows import ServedRows, check_tables
 from paceline.tensors.fetched import Fetch, Fetched
 from paceline.tensors.layout import Layout

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.strategies.outer import SGD, AnyOuter, make
+from paceline.servers.outer import SGD, AnyOuter, make
 
 _NUMBERS = {
     "gossip": ("H",),

@@ -34,8 +34,8 @@ from paceline.servers.messages import Advance, Lay, RowPush, Rows, RowUpdate, St
 from paceline.servers.row_optimizers import Block
 from paceline.servers.tables import FRAGMENTS, NOTHING, Contribution, Touched, added, pack
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.base import Scaled
+from paceline.tensors.snapshot import Snapshot
 
 Result = TypeVar("Result")
 

@@ -4,7 +4,7 @@ The head is a few hundred bytes that the caller has encoded; the body is raw byt
 megabytes. `send` gathers: what it is given is not joined first. `receive` is told by the caller, who has
 seen the head, where the body belongs, and reads it straight to there; or lends it from memory of its own.
 Nothing here looks into a head, and nothing is unpickled. A channel carries data: what agents and workers
-say to each other about the run goes over other connections (`cluster.wire`).
+say to each other about the run goes over other connections (`wires.wire`).
 
 Two carriers: `streamed.StreamChannel` over a socket, to anywhere, and `sharing.SharedChannel` through rings
 of shared memory, within a machine. `pair` makes the two ends of a third, inside one process, for tests.

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.cluster.membership import View
 from paceline.errors import MismatchError
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Parts, TermEnded
 from paceline.tensors.remembering import Met, Past
 from paceline.tensors.tree import Plan
+from paceline.wires.view import View
 
 
 class Following:

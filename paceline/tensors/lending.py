@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.cluster import wire
 from paceline.errors import ResourceError
 from paceline.tensors.channel import BadMessage, TornMessage
 from paceline.tensors.ring import map_memory, seals_of, unmap_memory
 from paceline.tensors.segment import aligned
+from paceline.wires import wire
 
 SMALLEST = 256 << 10
 """Bytes of a body for which it is worth it: a smaller one is copied in less time than it takes to say where it is."""

@@ -20,10 +20,10 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from paceline.cluster.calling import Want, call
-from paceline.cluster.listener import Call, Listener
 from paceline.errors import PeerLostError
 from paceline.tensors.peers import Watch
+from paceline.wires.calling import Want, call
+from paceline.wires.listener import Call, Listener
 
 _SLICE_S = 0.01
 _AGAIN_S = 0.05

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.cluster.membership import View
-from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Lanes, Memory, Parts, Peers, TermEnded, Trading
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.tree import Plan
+from paceline.wires.view import View
 
 _SYNC, _SHIP = 211, 212
 _PLACE = struct.Struct("<qqq")

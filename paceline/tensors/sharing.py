@@ -27,8 +27,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from paceline.cluster import wire
-from paceline.cluster.messages import Refused
 from paceline.errors import ResourceError
 from paceline.tensors import ring
 from paceline.tensors.channel import (
@@ -56,6 +54,8 @@ from paceline.tensors.onepass import copy_past_cache
 from paceline.tensors.ring import Ring
 from paceline.tensors.segment import aligned
 from paceline.tensors.streamed import advance, hang_up
+from paceline.wires import wire
+from paceline.wires.messages import Refused
 
 RING, CHUNK = 8 << 20, 1 << 20
 """Bytes. From 1 MB on libc copies past the cache: into memory that another core has last read that is 14 GB/s, and

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.tree import split
 
 

@@ -16,7 +16,6 @@ from collections import deque
 from itertools import islice
 from typing import Protocol
 
-from paceline.cluster import calling, wire
 from paceline.tensors.channel import (
     LARGEST_HEAD,
     PREFIX,
@@ -35,6 +34,7 @@ from paceline.tensors.channel import (
     placed,
     prefix,
 )
+from paceline.wires import calling, wire
 
 _AT_ONCE = 64
 """Stretches of memory in one call of the kernel."""
@@ -44,7 +44,7 @@ and back took 27 ms, and 40 to 46 ms with the kernel's own choice or 1 to 4 MB (
 
 
 def tune(sock: socket.socket) -> None:
-    """For large bodies. Between machines buffers stay the kernel's affair (`cluster.calling.tune`)."""
+    """For large bodies. Between machines buffers stay the kernel's affair (`wires.calling.tune`)."""
     if sock.family != socket.AF_UNIX:
         calling.tune(sock)
         if not wire.is_loopback(sock.getpeername()[0]):

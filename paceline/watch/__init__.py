@@ -1,1 +1,1 @@
-"""What can be seen of a run: its folder, events, metrics, logs and the terminal. Never waited for."""
+"""What can be seen of a run: its events, metrics and logs, in a terminal. Never waited for."""

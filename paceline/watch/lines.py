@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LAST_WORDS = "--- paceline: how this worker ended ---"
-LAST_WORDS_END = "--- paceline: end of that ---"
-"""In a log, what stands between them is told to the leader too: a terminal shows it once, with the failure that it belongs to."""
+from paceline.wires.telling import LAST_WORDS, LAST_WORDS_END
 
 
 class Unsaid:

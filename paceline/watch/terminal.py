@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paceline.cluster.board import Phase, Seen
+from paceline.wires.board import Phase, Seen
 
 _PLAIN_EVERY_S = 10.0
 

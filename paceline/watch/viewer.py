@@ -14,14 +14,14 @@ import time
 from types import FrameType
 from typing import Any
 
-from paceline.cluster import messages, wire
-from paceline.cluster.board import Board, Stop
-from paceline.cluster.link import LeaderLink
 from paceline.cluster.rendezvous import Rendezvous
+from paceline.folder import RunFolder
 from paceline.state.checkpoint import listed
-from paceline.watch.folder import RunFolder
 from paceline.watch.lines import Fold, Follower, Unsaid
 from paceline.watch.terminal import Terminal
+from paceline.wires import messages, wire
+from paceline.wires.board import Board, Stop
+from paceline.wires.link import LeaderLink
 
 _TICK_S = 0.1
 _LOST_S = 6.0

@@ -6,7 +6,7 @@ import torch
 
 from paceline.data.order import mix
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 from paceline.worker.session import Session
 from paceline.worker.terms import Terms
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from paceline.cluster.messages import Put
 from paceline.tensors.peers import Alone, Peers, Watch
+from paceline.wires.messages import Put
 
 if TYPE_CHECKING:
     from paceline.tensors.shared import Allocate

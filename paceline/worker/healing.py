@@ -15,15 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.cluster.board import Phase
-from paceline.cluster.membership import View
-from paceline.cluster.messages import Get, Needed, Value
 from paceline.errors import OvertakenError
-from paceline.state.snapshot import Snapshot
 from paceline.tensors.remembering import Met, Past
+from paceline.tensors.snapshot import Snapshot
+from paceline.wires.board import Phase
+from paceline.wires.messages import Get, Needed, Value
+from paceline.wires.view import View
 
 if TYPE_CHECKING:
-    from paceline.cluster.stream import Taking
+    from paceline.wires.stream import Taking
     from paceline.worker.session import Session
 
 _AGAIN_S = 0.05
@@ -37,7 +37,7 @@ class Stateful(Protocol):
 
 
 class Outlet(Protocol):
-    """The way to one newcomer: see `cluster.stream.Giving`."""
+    """The way to one newcomer: see `wires.stream.Giving`."""
 
     worker: int
     ended: bool
@@ -48,7 +48,7 @@ class Outlet(Protocol):
 
 
 class Inlet(Protocol):
-    """The way from the donor: see `cluster.stream.Taking`."""
+    """The way from the donor: see `wires.stream.Taking`."""
 
     near: bool
 
@@ -130,7 +130,7 @@ def receive_state(inlet: Inlet, past: Past, state: Stateful) -> View | None:
 
 def call_donor(session: Session) -> Taking:
     """Wait until this newcomer is needed, and call a member: on its own machine, if there is one."""
-    from paceline.cluster.stream import reach
+    from paceline.wires.stream import reach
 
     assert session.ticket is not None
     session.row.enter(Phase.JOINING)
@@ -171,7 +171,7 @@ def _still_there(session: Session, donor: int) -> Callable[[], None]:
 
 def serve_newcomers(session: Session, called: Callable[[Outlet], None]) -> None:
     """From now on whoever calls is given to `called`, in the listener's thread."""
-    from paceline.cluster.stream import Giving, Heal
+    from paceline.wires.stream import Giving, Heal
 
     def let_in(label: Heal, sock: socket.socket) -> None:
         def check() -> None:

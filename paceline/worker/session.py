@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from paceline import __version__
-from paceline.cluster.board import Board, Phase, Row
-from paceline.cluster.link import LAST_WORDS_S, LeaderLink, NoLeaderError
-from paceline.cluster.membership import View
-from paceline.cluster.messages import (
+from paceline.errors import Departed, EvictedError, MismatchError, PeerLostError, ResourceError, UsageError
+from paceline.folder import DEFAULT_RUNS, RunFolder
+from paceline.launch.environment import Ticket, ticket
+from paceline.settings import PACKAGE, Origins, Settings, merge
+from paceline.strategies import find
+from paceline.tensors.peers import Peers, TermEnded
+from paceline.wires.board import Board, Phase, Row
+from paceline.wires.link import LAST_WORDS_S, LeaderLink, NoLeaderError
+from paceline.wires.messages import (
     After,
     CaughtUp,
     Entering,
@@ -41,17 +46,12 @@ from paceline.cluster.messages import (
     Value,
     Welcome,
 )
-from paceline.errors import Departed, EvictedError, MismatchError, PeerLostError, ResourceError, UsageError
-from paceline.launch.environment import Ticket, ticket
-from paceline.settings import Origins, Settings, merge
-from paceline.strategies import find
-from paceline.tensors.peers import Peers, TermEnded
-from paceline.watch.folder import DEFAULT_RUNS, RunFolder
+from paceline.wires.view import View
 from paceline.worker import grouping
 from paceline.worker.healing import Inlet, Outlet, call_donor, serve_newcomers
 
 if TYPE_CHECKING:
-    from paceline.cluster.listener import Listener
+    from paceline.wires.listener import Listener
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TELL_AFTER_S = 1.0
@@ -135,7 +135,7 @@ class Session:
         torch.set_num_threads(self.settings.threads)
 
     def _listen(self, ticket: Ticket) -> None:
-        from paceline.cluster.listener import Listener
+        from paceline.wires.listener import Listener
 
         self.apart, self.hands_over = True, find(self.settings.strategy).servers
         self.listener = Listener(ticket.host, bytes.fromhex(ticket.secret))

@@ -21,14 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.cluster.membership import View
 from paceline.data.order import mix
 from paceline.errors import OvertakenError, PeerLostError
-from paceline.state.snapshot import Snapshot
 from paceline.tensors.following import Following
 from paceline.tensors.peers import Alone, Peers, TermEnded, Trading
 from paceline.tensors.remembering import NEW, Ended, OutrunError, Past, Remembering
 from paceline.tensors.segment import Segment
+from paceline.tensors.snapshot import Snapshot
+from paceline.wires.view import View
 from paceline.worker import waiting
 from paceline.worker.healing import Donor, Inlet, Stateful, receive_state
 from paceline.worker.session import Session

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from paceline.cluster.board import Phase
 from paceline.errors import PeerLostError, TermEnded
+from paceline.wires.board import Phase
 
 if TYPE_CHECKING:
     from paceline.worker.session import Session

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.apart.beside import Beside, State, Verdict, decide
-from paceline.cluster.membership import View
 from paceline.errors import PeerLostError, ResourceError
 from paceline.tensors.peers import Peers
+from paceline.wires.view import View
 
 LACKING, NOTHING, UNDER_WAY, THERE = State
 PATIENCE_S = 60.0

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.apart import couriers
+from paceline.apart import couriers, passage
 from paceline.apart.copies import Copies
-from paceline.cluster import passage
-from paceline.cluster.listener import Listener
-from paceline.cluster.membership import View
-from paceline.cluster.messages import Claim, Get, Needed, Next, Value
-from paceline.cluster.passage import Passage
-from paceline.cluster.tls import Identity
+from paceline.apart.passage import Passage
 from paceline.errors import PacelineError, ResourceError, TermEnded
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
+from paceline.wires.listener import Listener
+from paceline.wires.messages import Claim, Get, Needed, Next, Value
+from paceline.wires.tls import Identity
+from paceline.wires.view import View
 from tests.cluster.visitors import PATIENCE_S, SECRET
 
 SLOTS = 3
@@ -272,7 +271,7 @@ def test_a_changed_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs.setblocking(False)
         sent = bytearray(b"a state of so many bytes")
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.cluster.passage.zlib.crc32", lambda chunk: 7)
+            patch.setattr("paceline.apart.passage.zlib.crc32", lambda chunk: 7)
             Passage(theirs, lambda: None).send(memoryview(sent))
         with pytest.raises(ConnectionError, match="not what was sent"):
             Passage(ours, lambda: None).receive(lambda size: memoryview(bytearray(size)))

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.faults.judge import Outcome, Verdict, judge
 from paceline.faults.plan import Fault
 from paceline.faults.rehearsal import Rehearsal
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 SUMMARY = {"weights_sha256": "ab" * 32, "samples": 1000, "steps": 100, "exit": "finished"}
 

@@ -17,7 +17,7 @@ from paceline.cli import cli
 from paceline.cli.runs import listing
 from paceline.cli.show import timeline
 from paceline.errors import UsageError
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 from tests.end_to_end.launching import environment
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.wire import Decoder, connect, receive, send
+from paceline.wires.wire import Decoder, connect, receive, send
 
 
 class Link:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.board import Board, Phase
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.fleet import Address, Fleet
 from paceline.cluster.job import Job
 from paceline.cluster.journal import End, Journal, Machine
-from paceline.cluster.messages import Claim, Value
 from paceline.cluster.outposts import Outposts
 from paceline.cluster.store import StoreUnreachable
+from paceline.wires.board import Board, Phase
+from paceline.wires.messages import Claim, Value
 
 KILLED = End(-signal.SIGKILL, Phase.REDUCE, 0)
 

@@ -14,9 +14,9 @@ import pytest
 
 from paceline.cluster.etcd import EtcdStore
 from paceline.cluster.gateway import TOTAL_S, Address, Gateway
-from paceline.cluster.membership import View
 from paceline.cluster.store import FencedError, StoreGone, StoreUnreachable, TermTaken, open_store
 from paceline.errors import ResourceError, UsageError
+from paceline.wires.view import View
 from tests.cluster.lossy import Fate, Lossy
 from tests.etcd import Etcd, binary
 

@@ -14,11 +14,11 @@ from typing import get_args
 import pytest
 
 from benchmarks.noise import noise
-from paceline.cluster import door as door_module
-from paceline.cluster import messages, wire
-from paceline.cluster.connection import Connection
-from paceline.cluster.door import Door
-from paceline.cluster.handshake import Gate, Knock, Verdict
+from paceline.wires import door as door_module
+from paceline.wires import messages, wire
+from paceline.wires.connection import Connection
+from paceline.wires.door import Door
+from paceline.wires.handshake import Gate, Knock, Verdict
 from tests.cluster.visitors import SECRET, serve_refusals, stranger
 
 KINDS = get_args(messages.Message)

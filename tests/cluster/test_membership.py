@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.cluster.membership import GiveUp, Instruction, Kill, Membership, Publish, Standing, Start, View
+from paceline.cluster.membership import GiveUp, Instruction, Kill, Membership, Publish, Standing, Start
+from paceline.wires.view import View
 
 
 class Runs(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ import pytest
 from paceline.cluster import memory
 from paceline.cluster.kept import Kept
 from paceline.cluster.memory import Segments, available_bytes, words
-from paceline.cluster.messages import Granted, Refused
+from paceline.wires.messages import Granted, Refused
 
 MIB = 1 << 20
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import between, wire
-from paceline.cluster.board import Board
-from paceline.cluster.door import Door
+from paceline.cluster import between
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal, Machine
 from paceline.cluster.outposts import Outposts
+from paceline.wires import wire
+from paceline.wires.board import Board
+from paceline.wires.door import Door
 
 SECRET = bytes(32)
 REPORT = between.Report({}, {}, [], False, False, {})

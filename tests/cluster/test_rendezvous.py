@@ -13,7 +13,7 @@ import pytest
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import LocalStore
 from paceline.errors import UsageError
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 
 def test_whoever_is_served_here_is_found(tmp_path: Path) -> None:

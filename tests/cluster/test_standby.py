@@ -11,7 +11,7 @@ from paceline.cluster.agent import start_agent
 from paceline.cluster.job import Job
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.store import LocalStore
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
 
 
 def test_a_standby_ends_if_its_leader_died_before_it_had_handed_over(tmp_path: Path) -> None:

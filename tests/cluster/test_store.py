@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.journal import Failure, Journal
-from paceline.cluster.membership import Publish, Start, View
+from paceline.cluster.membership import Publish, Start
 from paceline.cluster.store import (
     FencedError,
     LocalStore,
@@ -27,6 +27,7 @@ from paceline.cluster.store import (
     open_store,
 )
 from paceline.errors import UsageError
+from paceline.wires.view import View
 from tests.etcd import Etcd
 
 

@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import memory, messages, wire
-from paceline.cluster.board import Board
+from paceline.cluster import memory
 from paceline.cluster.crew import Crew
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Journal
 from paceline.cluster.kept import BOARD, Kept
 from paceline.cluster.node import Node, Replaced
-from paceline.cluster.nursing import Fork
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.cluster.standby import Lead, stand_by
 from paceline.cluster.store import LocalStore
-from paceline.watch.folder import RunFolder
+from paceline.folder import RunFolder
+from paceline.launch.nursing import Fork
+from paceline.wires import messages, wire
+from paceline.wires.board import Board
 
 LEASE_S, PATIENCE_S = 0.2, 20.0
 MEMORY = messages.Segment("group-1/memory-1", 4096)

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from paceline.cluster import wire
-from paceline.cluster.door import Arrival, Door
-from paceline.cluster.handshake import GREETING_BYTES, NONCE_BYTES, SECRET_BYTES, Knock
+from paceline.wires import wire
+from paceline.wires.door import Arrival, Door
+from paceline.wires.handshake import GREETING_BYTES, NONCE_BYTES, SECRET_BYTES, Knock
 
 SECRET = bytes(range(SECRET_BYTES))
 PATIENCE_S = 20.0

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.state.checkpoint import listed
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 from tests.end_to_end.killing import Doomed, unpublished
 from tests.end_to_end.launching import HEAD, Result, launch, paceline, write_script
 from tests.state.disk import small_disk

@@ -83,7 +83,7 @@ def test_last_words_behind_an_unfinished_line_are_told_once(tmp_path: Path, how:
 
 LATE = """
 import os, sys
-from paceline.cluster.link import LeaderLink
+from paceline.wires.link import LeaderLink
 
 class Late:
     flush = sys.stderr.flush

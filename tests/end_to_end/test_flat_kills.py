@@ -126,7 +126,7 @@ def test_random_kills_from_outside(tmp_path: Path, spares: int, undisturbed: dic
 
 WAITS = """at("batch")
         if run.step == 4:   # until the spare stands at the loop
-            from paceline.cluster.board import Phase
+            from paceline.wires.board import Phase
             while run._session.board.see(3).phase != Phase.JOINING:
                 time.sleep(0.001)
 """

@@ -11,9 +11,9 @@ import pytest
 
 from paceline.cli.resume import refuse_what_trains_nothing
 from paceline.errors import UsageError
+from paceline.folder import RunFolder
 from paceline.settings import Settings
 from paceline.state.checkpoint import listed
-from paceline.watch.folder import RunFolder
 from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import ended, going, launch, paceline, write_script
@@ -230,13 +230,16 @@ def test_nothing_of_the_scripts_runs_while_its_models_are_copied(tmp_path: Path)
 
 def test_no_checkpoint_is_at_an_epochs_end_except_the_last(tmp_path: Path) -> None:
     """A name that only the body of the loop sets is there behind it, in a resumed run too."""
-    text = AT_ITS_END.replace("LOSS", "").replace("STOP", "")
+    held = 'while run.step == 14 and Path("held").exists(): time.sleep(0.001)  # until the fault has come'
+    text = AT_ITS_END.replace("LOSS", "").replace("STOP", held)
     undisturbed = launch(tmp_path, text, *EVERY_10, name="undisturbed")
     want = undisturbed.weights
     assert steps_written(undisturbed.folder) == [11, 20]
     script = write_script(tmp_path, text)
+    (tmp_path / "held").touch()
     faults = ("--fault", "kill everything @step 13")
     paceline("run", "--runs", "runs", "--name", "it", *EVERY_10, *faults, str(script), cwd=tmp_path)
+    (tmp_path / "held").unlink()
     done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
     assert done.returncode == 0 and "going on from step 11" in done.stderr, done.stderr
     assert "entered at its end" not in done.stderr

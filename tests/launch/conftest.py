@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.nursing import Nursery
+from paceline.launch.nursing import Nursery
 from tests.launch.visiting import SECRET, Visitor, environment, new_address, visiting
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.nursing import Born, Exited, Fork, Refused
+from paceline.launch.nursing import Born, Exited, Fork, Refused
 from tests.launch.visiting import DEADLINE_S, Visitor, ended, environment, wait_in
 
 LOOK_AROUND = """

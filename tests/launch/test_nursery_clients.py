@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import wire
-from paceline.cluster.nursing import Born, Closed, Exited, Nursery, Ready, Told, end_silent
 from paceline.launch import nursery as nursery_module
+from paceline.launch.nursing import Born, Closed, Exited, Nursery, Ready, Told, end_silent
+from paceline.wires import wire
 from tests.launch.visiting import (
     DEADLINE_S,
     SECRET,
@@ -52,7 +52,7 @@ def test_a_client_that_comes_later_learns_of_everyone(visitor: Visitor, address:
 AGENT = """
 import os, secrets, select, sys
 from pathlib import Path
-from paceline.cluster.nursing import Born, Fork, Nursery
+from paceline.launch.nursing import Born, Fork, Nursery
 from paceline.launch.environment import nursery_environment
 address, folder = sys.argv[1], Path(sys.argv[2])
 nursery = Nursery.start(nursery_environment(os.environ, 1), folder / "nursery.log", address, bytes(range(32)))

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.cluster.nursing import Born, Event, Exited, Fork, Nursery
 from paceline.launch.environment import nursery_environment
+from paceline.launch.nursing import Born, Event, Exited, Fork, Nursery
 
 DEADLINE_S = 60.0
 SECRET = bytes(range(32))

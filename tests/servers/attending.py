@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.cluster import wire
 from paceline.servers.serving import Caller, Handle, attend
 from paceline.tensors.channel import Channel, ChannelEnded, pair
+from paceline.wires import wire
 
 
 @contextlib.contextmanager

@@ -17,13 +17,13 @@ import msgspec
 
 from paceline.cluster.answering import _placed
 from paceline.cluster.fleet import Address, Fleet
-from paceline.cluster.messages import Placed
 from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.copying import Copying
 from paceline.servers.lines import Server
 from paceline.servers.messages import Call, Drawing, Outline
 from paceline.servers.serving import Answer
 from paceline.servers.shelf import Shelf
+from paceline.wires.messages import Placed
 from tests.cluster.test_fleet import written_and_read
 
 PATIENCE_S = 20

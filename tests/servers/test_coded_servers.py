@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from paceline import strategies
-from paceline.cluster import wire
 from paceline.servers.direct import OwnServer
 from paceline.servers.lines import Server, line_to
 from paceline.servers.messages import Call
@@ -26,6 +25,7 @@ from paceline.strategies.coded_free import CodedFree
 from paceline.tensors.codecs import parse
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
+from paceline.wires import wire
 from tests.cluster.visitors import SECRET
 from tests.servers.shelves import World
 from tests.servers.test_shelf import CPU, Nobody, Worker, seat, stacks, together

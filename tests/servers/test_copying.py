@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from paceline.cluster.messages import Placed
 from paceline.servers.calling import Reply
 from paceline.servers.direct import DirectLine
 from paceline.servers.keys_messages import Pulls, Pushes
@@ -20,6 +19,7 @@ from paceline.servers.keys_shelf import KeyShelf
 from paceline.servers.kv import Pull, Push, Pushed
 from paceline.servers.lines import REDIAL_S
 from paceline.servers.messages import Asked, Copy, Done, Moved
+from paceline.wires.messages import Placed
 from tests.servers.shelves import PATIENCE_S
 
 FRAGMENTS = 2

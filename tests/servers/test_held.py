@@ -16,8 +16,8 @@ from paceline.servers.carried import describe, hyper
 from paceline.servers.fragments import cut
 from paceline.servers.held import Held, Said, as_bytes
 from paceline.servers.messages import ABSENT, BY_VALUE, Apply, Lay, Part, Summed, Update, Value
-from paceline.state.snapshot import Snapshot
 from paceline.tensors.layout import Layout
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.tree import Range
 from tests.servers.test_parts import nodes, tree_sum
 from tests.tensors.arithmetic import bits

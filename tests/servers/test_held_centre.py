@@ -14,8 +14,8 @@ from paceline.servers.fragments import cut
 from paceline.servers.held import as_bytes
 from paceline.servers.held_centre import HeldCentre, Said
 from paceline.servers.messages import Apply, Bring, Lay, Stage
+from paceline.servers.outer import OUTERS, make
 from paceline.servers.rounds import Closed
-from paceline.strategies.outer import OUTERS, make
 from paceline.tensors.layout import Layout
 
 SIZE, CLIENTS = 200, 5

@@ -16,7 +16,7 @@ from paceline.servers.held_rows import HeldRows
 from paceline.servers.messages import Advance, Apply, Lay, Part, RowPush, RowUpdate
 from paceline.servers.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
 from paceline.servers.tables import Table, distinct, pack
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 
 DIM, LEAVES = 3, 5
 Spoken = tuple[Said, bytes]

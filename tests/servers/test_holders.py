@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.messages import Layout, Placed
 from paceline.errors import PeerLostError
 from paceline.servers.calling import Reply
 from paceline.servers.finding import FarFleet
 from paceline.servers.holders import Holders
 from paceline.servers.lines import Server
 from paceline.servers.messages import Done, Drawing, Outline
+from paceline.wires.messages import Layout, Placed
 
 LAYOUT = Placed(1, [[0]], [[1]], [[]], {0: "there"})
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.servers.messages import Begin, Centre, Done, Enter, Hold, Lost, Notes, Ongoing, Turn, Turned
+from paceline.servers.outer import SGD
 from paceline.servers.register import Delivered
 from paceline.servers.round_registry import RoundRegistry
 from paceline.servers.rounds import Closed, Rounds
-from paceline.strategies.outer import SGD
 
 TOTAL, GRACE = 6, 2.0
 

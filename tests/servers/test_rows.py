@@ -15,7 +15,7 @@ from paceline.errors import MismatchError
 from paceline.servers import row_optimizers
 from paceline.servers.row_optimizers import SGD, SPARE, Adagrad, Adam, Momentum, RowOptimizer
 from paceline.servers.rows import PLACES, Rows, coalesce, places
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 
 OPTIMIZERS: list[RowOptimizer] = [
     SGD(lr=0.1),

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.messages import Placed
 from paceline.embedding import SparseEmbedding
 from paceline.errors import UsageError
 from paceline.servers.calling import Reply
@@ -38,11 +37,12 @@ from paceline.servers.shelf import Shelf
 from paceline.servers.tables import FRAGMENTS, pack
 from paceline.servers.tables import Table as Rowed
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.base import Point
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.tree import Plan
+from paceline.wires.messages import Placed
 from tests.servers.shelves import PATIENCE_S, CutLine, World
 from tests.servers.test_shelf import Nobody, seat, stacks
 from tests.tensors.together import Member, Table

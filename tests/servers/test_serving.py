@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.cluster import wire
-from paceline.cluster.tls import Identity
 from paceline.servers.calling import Line, RefusedError, dial
 from paceline.servers.serving import Answer, Caller, Opening, Serving
 from paceline.tensors.channel import PREFIX, ChannelError
+from paceline.wires import wire
+from paceline.wires.tls import Identity
 from tests.cluster.visitors import PATIENCE_S, SECRET, hung_up
 
 

@@ -22,11 +22,11 @@ from paceline.servers.peers import stretch
 from paceline.servers.shelf import Shelf
 from paceline.state.hash import weights_sha256
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.backup import Backups
 from paceline.strategies.base import Point, Served
 from paceline.tensors.peers import Alone, SharesWanted
+from paceline.tensors.snapshot import Snapshot
 from paceline.tensors.tree import Plan
 from tests.servers.shelves import PATIENCE_S, World
 from tests.servers.test_held import Script, say

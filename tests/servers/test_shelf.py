@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.membership import View
-from paceline.cluster.messages import Placed
 from paceline.data.receipts import Tally
 from paceline.servers.calling import Reply
 from paceline.servers.messages import Apply, Asked, Copy, Done, Drawing, Lay, Moved, Outline, Pull, Summed
@@ -26,6 +24,8 @@ from paceline.strategies.base import Point, Seat, Served
 from paceline.strategies.ps import ParameterServers
 from paceline.tensors.peers import Alone
 from paceline.tensors.tree import Plan
+from paceline.wires.messages import Placed
+from paceline.wires.view import View
 from tests.servers.shelves import PATIENCE_S, CutLine, World
 from tests.servers.test_held import Script, known
 from tests.tensors.together import Member, Table

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from paceline.cluster.pace import Pace
 from paceline.errors import OvertakenError
+from paceline.wires.pace import Pace
 from tests.several.world import World
 
 

@@ -13,14 +13,14 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.cluster.membership import View
 from paceline.data.receipts import Tally
 from paceline.errors import Departed
 from paceline.loop.steps import Stepper
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.allreduce import AllReduce
 from paceline.tensors.peers import Alone, Peers, TermEnded
+from paceline.tensors.snapshot import Snapshot
+from paceline.wires.view import View
 from paceline.worker.terms import Terms
 from tests.several.lines import Inlet, Outlet
 from tests.several.mesh import CPU, Mesh

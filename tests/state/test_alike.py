@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.state import alike
 from paceline.state.alike import fill, lying, missing, pieces
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 
 
 def state(words: str, *values: float) -> memoryview:

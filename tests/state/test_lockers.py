@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.state.lockers import Locker
-from paceline.state.snapshot import Snapshot
+from paceline.tensors.snapshot import Snapshot
 
 _SUBREAPER = 36
 Segments = Callable[[str, int], int]

@@ -16,9 +16,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from paceline.state import recorder as recorder_module
 from paceline.state.checkpoint import listed
 from paceline.state.recorder import Recorder
-from paceline.state.snapshot import Copy, Snapshot
 from paceline.state.writer import Writer
-from tests.state.test_snapshot import alike
+from paceline.tensors.snapshot import Copy, Snapshot
+from tests.tensors.test_snapshot import alike
 
 
 class Gate:

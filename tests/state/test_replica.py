@@ -10,8 +10,8 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.buffers import Buffers
+from paceline.tensors.snapshot import Snapshot
 
 
 class Net(nn.Module):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from paceline.state.replica import Replica
-from paceline.state.snapshot import Snapshot
 from paceline.strategies.averaging import Averaging, Circle, Gift
 from paceline.tensors.codecs import parse
 from paceline.tensors.codecs.kept import Kept
+from paceline.tensors.snapshot import Snapshot
 from tests.strategies.one_worker import CPU
 from tests.tensors.arithmetic import same
 from tests.tensors.together import Member, Table, together

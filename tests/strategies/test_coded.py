@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.state.snapshot import Snapshot
 from paceline.strategies import create, find
+from paceline.tensors.snapshot import Snapshot
 from tests.strategies.one_worker import Driver
 from tests.tensors.arithmetic import same
 from tests.tensors.together import Member, together

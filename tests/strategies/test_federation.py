@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
+from paceline.servers.outer import SGD, Yogi
 from paceline.strategies import find
 from paceline.strategies.federation import Federation, parse
-from paceline.strategies.outer import SGD, Yogi
 
 
 @given(

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.membership import View
-from paceline.cluster.messages import Placed
 from paceline.data.receipts import OWN_DRAWS, Tally
 from paceline.servers.calling import Reply
 from paceline.servers.lines import Server
@@ -24,6 +22,8 @@ from paceline.state.replica import Replica
 from paceline.strategies.base import Seat
 from paceline.strategies.free import FreeRunning
 from paceline.tensors.peers import Alone
+from paceline.wires.messages import Placed
+from paceline.wires.view import View
 from tests.servers.shelves import PATIENCE_S, CutLine, World
 
 CPU = torch.device("cpu")

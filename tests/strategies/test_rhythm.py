@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.strategies.outer import SGD, Nesterov
+from paceline.servers.outer import SGD, Nesterov
 from paceline.strategies.rhythm import Rhythm, parse
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from paceline.cluster import tls
 from paceline.tensors import sharing
 from paceline.tensors.channel import Channel, pair
 from paceline.tensors.sharing import SharedChannel
 from paceline.tensors.streamed import StreamChannel
+from paceline.wires import tls
 
 SMALL_RING, SMALL_CHUNK = 64 << 10, 4 << 10
 PATIENCE_S = 30.0

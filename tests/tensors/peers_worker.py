@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.listener import Listener
-from paceline.cluster.tls import Identity
 from paceline.tensors.group import GroupPeers, gloo
 from paceline.tensors.machines import build as build_machines
 from paceline.tensors.mesh import Lines
 from paceline.tensors.peers import Peers
 from paceline.tensors.shared import SharedPeers
+from paceline.wires.listener import Listener
+from paceline.wires.tls import Identity
 from tests.tensors.scenarios import SCENARIOS, Common, Watch
 
 SECRET = bytes(range(32))

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cluster import wire
 from paceline.errors import ResourceError
 from paceline.tensors import ring, sharing
 from paceline.tensors.channel import (
@@ -33,6 +32,7 @@ from paceline.tensors.channel import (
     memory_of,
 )
 from paceline.tensors.streamed import StreamChannel
+from paceline.wires import wire
 from tests.tensors.carriers import (
     BETWEEN_PROCESSES,
     CARRIERS,

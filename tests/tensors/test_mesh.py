@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from paceline.cluster import wire
-from paceline.cluster.listener import Call, Listener
-from paceline.cluster.tls import Identity
 from paceline.errors import PeerLostError
 from paceline.tensors import mesh
 from paceline.tensors.mesh import Line, Lines, Mesh, meet
 from paceline.tensors.meshed import MeshPeers
 from paceline.tensors.peers import TermEnded
+from paceline.wires import wire
+from paceline.wires.listener import Call, Listener
+from paceline.wires.tls import Identity
 
 SECRET = bytes(range(32))
 

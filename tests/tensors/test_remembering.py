@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cluster.membership import View
 from paceline.tensors.layout import Layout
 from paceline.tensors.peers import Alone, TermEnded
 from paceline.tensors.remembering import Ended, Met, OutrunError, Past, Remembering
 from paceline.tensors.tree import Plan
+from paceline.wires.view import View
 from tests.tensors.together import CPU, Member, together
 
 ROWS = np.arange(6, dtype=np.int64).reshape(2, 3)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from paceline.cluster.board import Phase, Seen
 from paceline.watch.terminal import Terminal, counted, summary_rows
+from paceline.wires.board import Phase, Seen
 
 
 def main_at(step: int, samples: int) -> list[Seen]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.board import Board
 from paceline.cluster.rendezvous import Rendezvous
+from paceline.folder import RunFolder
 from paceline.watch import viewer
-from paceline.watch.folder import RunFolder
 from paceline.watch.terminal import Terminal
+from paceline.wires.board import Board
 
 
 @pytest.fixture

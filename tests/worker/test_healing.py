@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.membership import View
-from paceline.cluster.pace import Pace
 from paceline.errors import MismatchError
 from paceline.state.replica import Replica
 from paceline.strategies.allreduce import AllReduce
@@ -17,6 +15,8 @@ from paceline.strategies.base import Point
 from paceline.tensors.following import Following
 from paceline.tensors.remembering import Met, Past
 from paceline.tensors.tree import Plan
+from paceline.wires.pace import Pace
+from paceline.wires.view import View
 from paceline.worker.healing import _donors
 from tests.several.mesh import CPU
 from tests.several.training import Script

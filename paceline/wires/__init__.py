@@ -1,0 +1,1 @@
+"""How processes talk: framed, both sides proven, bounded; and what a worker and its leader say."""
