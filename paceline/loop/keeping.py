@@ -259,11 +259,10 @@ class Keeping:
             self.settle()
 
     def finish(self) -> None:
-        self.settle()
+        self._recorder.finish()
 
     def settle(self) -> None:
-        """Wait until what was taken is written, or is known not to be."""
-        self._recorder.finish()
+        self._recorder.wait()
 
     @property
     def _may_lag(self) -> bool:

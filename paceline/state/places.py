@@ -11,13 +11,14 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from paceline.errors import UsageError
 
 MANIFEST = "manifest.json"
-_ASIDE = "."
+_ASIDE, _REMOVED = ".", ".removed"
 _BLOCK = 4096  # bytes: what goes past the page cache goes in whole blocks
 
 
@@ -36,9 +37,11 @@ class Place(Protocol):
     def open(self, name: str, file: str) -> BinaryIO: ...
     def size(self, name: str, file: str) -> int: ...
     def begin(self, name: str) -> Draft: ...
-    def remove(self, name: str) -> None: ...
+    def remove(self, name: str) -> None:
+        """No reader finds it any more; what it took up may stay, for the next draft, until all is swept."""
+
     def sweep(self) -> None:
-        """Remove what writers that died have left behind."""
+        """Remove what no draft has taken, and what writers that died have left behind."""
 
 
 def place(address: str) -> Place:
@@ -65,9 +68,9 @@ class _Local:
         return _LocalDraft(self._folder, name)
 
     def remove(self, name: str) -> None:
-        aside = self._folder / f"{_ASIDE}{name}.removed"
-        os.replace(self._folder / name, aside)  # a reader finds all of it or nothing
-        shutil.rmtree(aside)
+        aside = self._folder / f"{_ASIDE}{name}{_REMOVED}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(self._folder / name, aside)  # a reader finds all of it or nothing
 
     def sweep(self) -> None:
         for entry in os.listdir(self._folder):
@@ -76,21 +79,44 @@ class _Local:
 
 
 class _LocalDraft:
+    """Written over a removed one, where there is one: what lies on the disk already takes a third of the time (measured),
+    and gives nothing back to be allotted again."""
+
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._aside = folder / f"{_ASIDE}{name}.{os.getpid()}"
         shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir(parents=True)
+        if not self._recycle():
+            self._aside.mkdir(parents=True)
+        self._left = set(os.listdir(self._aside))
+        """Files of the removed one that nothing has been written over."""
+
+    def _recycle(self) -> bool:
+        removed = sorted(self._folder.glob(f"{_ASIDE}*{_REMOVED}"))
+        if not removed:
+            return False
+        try:
+            os.rename(removed[-1], self._aside)
+        except FileNotFoundError:  # another writer's by now
+            return False
+        (self._aside / MANIFEST).unlink(missing_ok=True)
+        _sync(self._aside)
+        _sync(self._folder)  # no power cut brings its old name back to what it has in it then
+        return True
 
     def add(self, file: str, pieces: Iterable[memoryview]) -> None:
-        with open(self._aside / file, "wb", buffering=0) as target:
+        self._left.discard(file)
+        with open(_own(self._aside / file), "wb", buffering=0, opener=_without_truncating) as target:
             for piece in pieces:
                 whole = len(piece) - len(piece) % _BLOCK
                 _write(target.fileno(), piece[_write_past_cache(target.fileno(), piece[:whole]) :])
+            target.truncate()
             os.fsync(target.fileno())
 
     def publish(self, manifest: bytes) -> None:
         self.add(MANIFEST, [memoryview(manifest)])
+        for file in self._left:
+            (self._aside / file).unlink()
         _sync(self._aside)
         if (self._folder / self._name).exists():  # a damaged one: the run went on from an older one
             _Local(self._folder).remove(self._name)
@@ -99,6 +125,18 @@ class _LocalDraft:
 
     def drop(self) -> None:
         shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def _own(path: Path) -> Path:
+    """A file that has another name too is somebody's copy of the checkpoint that it was in: not to be written over."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_nlink > 1:
+            path.unlink()
+    return path
+
+
+def _without_truncating(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def _write(fd: int, piece: memoryview) -> None:

@@ -99,9 +99,14 @@ class Recorder:
             self._late = False
         return not why_not
 
-    def finish(self) -> None:
+    def wait(self) -> None:
+        """Until what was taken is written, or is known not to be."""
         self.settle()
         self._writer.wait()
+
+    def finish(self) -> None:
+        self.wait()
+        self._writer.finish()
 
 
 class _Taken:

@@ -209,10 +209,10 @@ def test_stop_and_resume(tmp_path: Path, weights: str) -> None:
     with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4", "--checkpoint-every", "50") as run:
         run.wait_for_step(70)
         assert paceline("stop", "it", cwd=tmp_path).returncode == 0
+        finish(run)
         result = ended(run)
     assert result.code == 0 and "paceline stop" in result.summary["exit"]
     assert "it can go on from its newest checkpoint: paceline resume it" in result.err
-    (result.folder / "go").touch()
     resumed = paceline("resume", "it", "-n", "3", cwd=tmp_path)
     assert resumed.returncode == 0 and weights in resumed.stderr
     assert "is not running" in paceline("stop", "it", cwd=tmp_path).stderr

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.state import places
-from paceline.state.checkpoint import listed, newest_good
+from paceline.state.checkpoint import SHARD, listed, name_of, newest_good
 from paceline.state.writer import Writer
 from tests.state.disk import Disk, small_disk
 from tests.state.writing import Whole, body_of, write
@@ -40,6 +40,59 @@ def test_a_good_one_never_makes_room_for_a_damaged_later_one(tmp_path: Path) -> 
     write(tmp_path, 9, keep=1)
     found = newest_good(str(tmp_path), print)
     assert steps(tmp_path) == [9] and found is not None and bytes(found.read()) == body_of(9)
+
+
+def inodes(checkpoint: Path) -> set[int]:
+    return {file.stat().st_ino for file in checkpoint.iterdir()}
+
+
+def test_a_removed_one_is_written_over_by_the_next(tmp_path: Path) -> None:
+    """Longer, shorter, of fewer files: what is there in the end is what was written, and nothing lies aside."""
+    writer = Writer(str(tmp_path), 1, lambda: True, print)
+    reused = 0
+    for step, size in enumerate((3 * SHARD // 2, 100, 5000, 0, 2 * SHARD), 1):
+        before = {inode for folder in tmp_path.glob(".*.removed") for inode in inodes(folder)}
+        raw = random.Random(step).randbytes(size)
+        writer.write(step, Whole(raw))
+        writer.wait()
+        (only,) = listed(str(tmp_path))
+        assert only.step == step and only.read() == raw
+        assert len(os.listdir(tmp_path / only.name)) == 1 + -(-size // SHARD), "no file of the one before stays"
+        reused += bool(before & inodes(tmp_path / only.name))
+    assert reused == 2, "the third and the fifth: the first two had nothing to take, and the fourth has no shard"
+    writer.finish()
+    assert os.listdir(tmp_path) == [name_of(5)]
+
+
+def test_a_copy_by_another_name_is_not_written_over(tmp_path: Path) -> None:
+    """As `cp --link` makes them."""
+    write(tmp_path / "it", 1)
+    kept = tmp_path / "mine.bin"
+    os.link(tmp_path / "it" / name_of(1) / "state-0000.bin", kept)
+    write(tmp_path / "it", 2, 3, 4, keep=1)
+    assert steps(tmp_path / "it") == [4] and kept.read_bytes() == body_of(1)
+
+
+def test_who_reads_one_that_is_written_over_meanwhile_is_told(tmp_path: Path) -> None:
+    writer = Writer(str(tmp_path), 1, lambda: True, print)
+    big = bytes(range(256)) * (64 << 10)
+    for step in (1, 2):
+        writer.write(step, Whole(big))
+        writer.wait()
+    reading = listed(str(tmp_path))[0]._pieces(listed(str(tmp_path))[0].manifest())
+    next(reading)
+    for step in (3, 4):
+        writer.write(step, Whole(big[::-1]))
+        writer.wait()
+    with pytest.raises(ValueError, match="was removed while it was read"):
+        list(reading)
+
+
+def test_only_who_has_written_sweeps_at_the_end(tmp_path: Path) -> None:
+    """A run's workers have a writer each: what lies aside may be the draft of another's."""
+    (tmp_path / ".step-00000003.4711").mkdir(parents=True)
+    Writer(str(tmp_path), 1, lambda: True, print).finish()
+    assert os.listdir(tmp_path) == [".step-00000003.4711"]
 
 
 def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
