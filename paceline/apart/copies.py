@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.apart.couriers import Courier, Inbox, Parcel, rounds_of, while_there
-from paceline.apart.passage import Fetch, Passage, Survey
+from paceline.apart.passage import Fetch, Passage, Survey, take_state
 from paceline.errors import PacelineError
 from paceline.state.buddies import NONE, foremost, newest
 from paceline.state.lockers import Lockers
@@ -126,9 +126,7 @@ class Copies:
             return False
 
         def take(passage: Passage) -> bool:
-            rounds = passage.hear()
-            passage.receive(locker.room_for)
-            locker.settle(rounds)
+            take_state(passage, locker, lambda rounds: {}, again=True)
             return True
 
         try:

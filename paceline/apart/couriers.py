@@ -13,13 +13,11 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from paceline.apart.passage import Fetch, Leave, Passage, Survey
+from paceline.apart.passage import Fetch, Leave, Passage, Survey, send_state, take_state
 from paceline.errors import PacelineError, ResourceError
-from paceline.state.alike import Piece, checksum, fill, lying, missing, pieces
+from paceline.state.alike import lying
 from paceline.state.buddies import NONE, buddy, keeper
-from paceline.state.lockers import Locker, Lockers
+from paceline.state.lockers import Lockers
 from paceline.wires.messages import Get, Value
 from paceline.wires.stream import Check, connect
 
@@ -32,7 +30,6 @@ _LOOK_S = 0.1
 _POLL_S, _PATIENCE_S = 0.002, 1.0
 """So long a copy waits until a replica that trains where it comes in has left its own state of that round."""
 _NO_ROOM = -1
-_ENCODE = msgspec.msgpack.encode
 
 
 class Parcel(NamedTuple):
@@ -52,6 +49,8 @@ class Courier:
         self._changed = threading.Condition()
         """Guards what follows."""
         self._parcel: Parcel | None = None
+        self._begun: Parcel | None = None
+        """What was last tried: the thread's own."""
         self._there = NONE, NONE
         """The round of what has arrived last, and on which machine."""
         self._homes: dict[int, int] = {}
@@ -85,6 +84,7 @@ class Courier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self._begun = None
 
     @property
     def _alive(self) -> dict[int, int]:
@@ -128,9 +128,11 @@ class Courier:
 
         answer, _ = self._ask(Get(f"link/{worker}"))
         assert isinstance(answer, Value)
-        sock = connect(answer.value, self._secret, Leave(parcel.slot, self._session.worker), check)
+        again, self._begun = self._begun is parcel, parcel
+        sock = connect(answer.value, self._secret, Leave(parcel.slot, self._session.worker, again), check)
         with closing(Passage(sock, check)) as passage:
-            said = _brought(passage, parcel)
+            send_state(passage, parcel.rounds, parcel.state)
+            said = passage.hear()
         with self._changed:
             if said == parcel.rounds:
                 self._there = parcel.rounds, homes[worker]
@@ -177,35 +179,15 @@ class Inbox:
             if not locker.claim():
                 return  # its replica trains on this machine, or another worker of it has it in hand
             try:
-                rounds = self._put(locker, passage)
+                rounds = take_state(passage, locker, self._known, label.again)
+            except ResourceError:
+                rounds = _NO_ROOM
             finally:
                 locker.release()
             passage.say(rounds)
         finally:
             with self._guard:
                 del self._coming[label.slot]
-
-    def _put(self, locker: Locker, passage: Passage) -> int:
-        """What is sent into the locker; its round."""
-        rounds, size = passage.hear(), passage.hear()
-        wanted = _told(passage, list[Piece])
-        known = self._known(rounds)
-        try:
-            room = locker.room_for(size)
-        except ResourceError:
-            passage.tell(_ENCODE(None))
-            return _NO_ROOM
-        numbers = missing(wanted, known)
-        passage.tell(_ENCODE(numbers))
-        for number in numbers:
-            stretch = room[wanted[number].begin : wanted[number].end]
-            passage.take(stretch)
-            if checksum(stretch) != wanted[number].checksum:
-                raise ConnectionError("what came of a state is not what was sent")
-        if not fill(room, wanted, numbers, known):
-            raise ConnectionError("what was here has changed meanwhile")
-        locker.settle(rounds)
-        return rounds
 
     def _known(self, rounds: int) -> dict[bytes, memoryview]:
         """What this worker's own replica has left behind the same exchange: it may be about to."""
@@ -233,25 +215,7 @@ class Inbox:
     def _hand_out(self, label: Fetch, passage: Passage) -> None:
         if label.slot in range(self._slots) and not self._lockers.of(label.slot).empty:
             rounds, state = self._lockers.of(label.slot).copied()
-            passage.say(rounds)
-            passage.send(state)
-
-
-def _brought(passage: Passage, parcel: Parcel) -> int:
-    """Send what of it is not there; the answer."""
-    cut = pieces(parcel.state)
-    passage.say(parcel.rounds, parcel.state.nbytes)
-    passage.tell(_ENCODE(cut))
-    for piece in [cut[number] for number in _told(passage, list[int] | None) or () if number < len(cut)]:
-        passage.pass_on(parcel.state[piece.begin : piece.end])
-    return passage.hear()
-
-
-def _told(passage: Passage, kind: Any) -> Any:
-    try:
-        return msgspec.msgpack.decode(passage.told(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise ConnectionError(f"nonsense: {error}") from None
+            send_state(passage, rounds, state)
 
 
 def rounds_of(lockers: Lockers, slots: int) -> list[int]:

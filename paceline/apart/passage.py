@@ -1,7 +1,8 @@
 """The state of a replica that trains apart, from a worker of one machine to one of another, over a connection of its own.
 
-Numbers and states pass, both ways; a state in chunks with a checksum each. It is for threads that have nothing else to do:
-every call waits, and asks `check` while it does. No torch in here.
+Who sends it says first of what pieces it is, with a checksum each; the other one answers which of them it lacks. So what lies
+there already is not sent, and a state whose connection broke in the middle goes on where it was.
+It is for threads that have nothing else to do: every call waits, and asks `check` while it does.
 """
 
 from __future__ import annotations
@@ -10,24 +11,31 @@ import contextlib
 import select
 import socket
 import struct
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
+from paceline.errors import ResourceError
+from paceline.state.alike import Piece, arrived, checksum, fill, missing, pieces
+from paceline.state.lockers import Locker
 from paceline.wires.stream import Check, hang_up, ready, receive_into
 
 _NUMBER = struct.Struct("<q")
-_CHECKSUM = struct.Struct("<I")
-_CHUNK, _WORDS = 1 << 20, 64 << 20
+_WORDS = 64 << 20
+_ENCODE = msgspec.msgpack.encode
+
+
+Known = Mapping[bytes, memoryview]
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """A copy of this slot's state is to be taken in. The round at whose end it was taken follows, its size, and of what pieces it
-    is; the answer says which of them are not there yet. These follow; the answer, once all is whole in the locker, is the round."""
+    """A copy of this slot's state is to be taken in: it follows. The answer, once all is whole in the locker, is its round."""
 
     slot: int
     worker: int
+    again: bool
+    """Whether an earlier try at the same state broke off."""
 
 
 class Survey(msgspec.Struct, tag=True, frozen=True):
@@ -37,7 +45,7 @@ class Survey(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """This slot's state that lies there: the round and the state are the answer."""
+    """This slot's state that lies there is the answer."""
 
     slot: int
     worker: int
@@ -73,26 +81,6 @@ class Passage:
     def take(self, stretch: memoryview) -> None:
         self._read(stretch)
 
-    def send(self, state: memoryview) -> None:
-        self.say(state.nbytes)
-        for at in range(0, state.nbytes, _CHUNK):
-            chunk = state[at : at + _CHUNK]
-            self._send(memoryview(_CHECKSUM.pack(zlib.crc32(chunk))))
-            self._send(chunk)
-
-    def receive(self, room_for: Callable[[int], memoryview]) -> None:
-        """A state, to where there is room for it."""
-        size = self.hear()
-        if size <= 0:
-            raise ConnectionError(f"a state of {size} bytes")
-        room = room_for(size)
-        for at in range(0, size, _CHUNK):
-            (checksum,) = _CHECKSUM.unpack(self._take(_CHECKSUM.size))
-            chunk = room[at : at + _CHUNK]
-            self._read(chunk)
-            if zlib.crc32(chunk) != checksum:
-                raise ConnectionError("what came of a state is not what was sent")
-
     def _take(self, size: int) -> memoryview:
         taken = memoryview(bytearray(size))
         self._read(taken)
@@ -119,3 +107,47 @@ class Passage:
 
     def close(self) -> None:
         hang_up(self._socket)
+
+
+def send_state(passage: Passage, rounds: int, state: memoryview) -> None:
+    """With the round at whose end it was taken."""
+    cut = pieces(state)
+    passage.say(rounds, state.nbytes)
+    passage.tell(_ENCODE(cut))
+    for number in _decoded(passage.told(), list[int] | None) or ():
+        if number < len(cut):
+            passage.pass_on(state[cut[number].begin : cut[number].end])
+
+
+def take_state(passage: Passage, locker: Locker, known: Callable[[int], Known], again: bool) -> int:
+    """It into the locker; its round. `known`: what lies here of states of that round, by checksum; `again`: some of this one may
+    be where it belongs. Where there is no memory for it, a ResourceError, and the other one is told so."""
+    rounds, size = passage.hear(), passage.hear()
+    wanted: list[Piece] = _decoded(passage.told(), list[Piece])
+    if size <= 0:
+        raise ConnectionError(f"a state of {size} bytes")
+    here = known(rounds)
+    try:
+        room = locker.room_for(size)
+    except ResourceError:
+        passage.tell(_ENCODE(None))
+        raise
+    there = arrived(room, wanted) if again else []
+    numbers = missing(wanted, [*here, *(wanted[number].checksum for number in there)])
+    passage.tell(_ENCODE(numbers))
+    for number in numbers:
+        stretch = room[wanted[number].begin : wanted[number].end]
+        passage.take(stretch)
+        if checksum(stretch) != wanted[number].checksum:
+            raise ConnectionError("what came of a state is not what was sent")
+    if not fill(room, wanted, [*there, *numbers], here):
+        raise ConnectionError("what was here has changed meanwhile")
+    locker.settle(rounds)
+    return rounds
+
+
+def _decoded(words: memoryview, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(words, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"nonsense: {error}") from None

@@ -84,5 +84,13 @@ def _export(folder: RunFolder, found: list[Checkpoint], target: Path, step: int 
         count = export(chosen, target)
     except ValueError as error:
         raise UsageError(f"{error}; nothing was written") from None
-    click.echo(f"{target}: {count} tensors of step {chosen.step}")
+    click.echo(f"{target}: {count} tensors of step {chosen.step}{_not_the_last(folder, chosen.step)}")
     return 0
+
+
+def _not_the_last(folder: RunFolder, step: int) -> str:
+    """A finished run's last weights are what its script has saved: its last checkpoint is older."""
+    summary = folder.read_json(folder.summary)
+    if "weights_sha256" not in summary or summary["steps"] <= step:
+        return ""
+    return f"; the run went on to step {summary['steps']}, whose weights only its script could save (run.save)"

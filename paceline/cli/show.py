@@ -13,6 +13,7 @@ from paceline.cli.options import runs_option
 from paceline.folder import RunFolder
 from paceline.watch.lines import aligned, compact
 from paceline.watch.observed import observed
+from paceline.watch.processes import processes_of
 from paceline.watch.servers import servers_of
 from paceline.watch.terminal import counted, summary_rows
 
@@ -21,8 +22,8 @@ from paceline.watch.terminal import counted, summary_rows
 @runs_option
 @click.argument("run")
 def command(run: str, runs: Path) -> None:
-    """Show one run: its result, its settings with their origins, what its servers did and became, who waited for whom,
-    its events.
+    """Show one run: its result, its processes while it runs, its settings with their origins, what its servers did and
+    became, who waited for whom, its events.
 
     RUN is a run's id, the beginning of one, or 'last'.
     """
@@ -33,15 +34,21 @@ def command(run: str, runs: Path) -> None:
         name: settings[name] for name in ("workers", "servers", "slots", "threads", "strategy") if name in settings
     }
     known = {"exit": "running, or lost", **of_settings, **summary}
+    events = list(folder.read_lines(folder.events))
     table = [("setting", "value", "from"), *((k, str(v), origins.get(k, "")) for k, v in settings.items())]
     parts: list[Sequence[Sequence[str]]] = [
         summary_rows(known, str(folder.path)),
+        processes_of(events, _is_there) if "exit" not in summary else [],
         table if settings else [],
-        *servers_of(folder.read_lines(folder.events), summary.get("by_server") or {}),
+        *servers_of(events, summary.get("by_server") or {}),
         *observed(summary),
-        timeline(folder.read_lines(folder.events)),
+        timeline(events),
     ]
     click.echo("\n\n".join("\n".join(aligned(part)) for part in parts if part))
+
+
+def _is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 @dataclass

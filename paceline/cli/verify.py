@@ -34,7 +34,7 @@ def command(run: str, other: str | None, runs: Path) -> int:
 
     \b
     paceline verify last
-    paceline verify mine yours        also: the same samples in the same steps
+    paceline verify mine yours        also: the same samples in the same steps, and which weights came of them
 
     Exit code 1 if the receipts say otherwise or are incomplete, with the steps at fault.
     """
@@ -60,6 +60,8 @@ class _Account:
     table: Table
     steps: int | None
     """That the run says it trained; None if it has not come to its end."""
+    weights: str
+    """Their hash then."""
 
     def proof(self) -> Proof:
         heads = [lineage.head for lineage in self.book.lineages]
@@ -84,7 +86,8 @@ def _account(folder: RunFolder) -> _Account:
         )
     summary = folder.read_json(folder.summary)
     ended = "weights_sha256" in summary  # else it failed, and how far its workers had come was not agreed on
-    return _Account(folder.id, book, table, summary["steps"] if ended else None)
+    steps = summary["steps"] if ended else None
+    return _Account(folder.id, book, table, steps, summary.get("weights_sha256", ""))
 
 
 @contextmanager
@@ -117,10 +120,20 @@ def _show(account: _Account, proof: Proof) -> None:
 def _compare(one: _Account, other: _Account) -> list[str]:
     same_seed = one.book.lineages[0].head.seed == other.book.lineages[0].head.seed
     found = compare(one.table, other.table, (one.name, other.name), same_seed)
+    console = Console(highlight=False)
     if not found:
-        Console(highlight=False).print(
+        console.print(
             f"[green]the same[/green]: {escape(one.name)} and {escape(other.name)} trained the same samples (by id) in "
             f"each of {counted(len(one.table), 'step')}",
             soft_wrap=True,
         )
+    if one.weights and other.weights:
+        console.print(_compared(one, other), soft_wrap=True)
     return found
+
+
+def _compared(one: _Account, other: _Account) -> str:
+    """Their weights: told, and no fault of either, as another strategy or number of slots gives others of the same samples."""
+    if one.weights == other.weights:
+        return f"[green]the same weights[/green]: {one.weights[:12]}"
+    return f"[yellow]other weights[/yellow]: {one.weights[:12]} and {other.weights[:12]}"

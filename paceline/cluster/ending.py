@@ -22,6 +22,8 @@ def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int
     loads = {str(journal.role(number)[1]): board.load(number) for number in journal.servers}
     if any(load.calls for load in loads.values()):
         more["by_server"] = {server: asdict(load) for server, load in loads.items() if load.calls}
+    if journal.membership.wanted != job.workers:  # it was scaled
+        more["workers"] = journal.membership.wanted
     if more:
         folder.write_json(folder.summary, folder.read_json(folder.summary) | more)
     words = folder.read_json(folder.summary).get("exit", "")

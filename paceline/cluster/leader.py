@@ -191,6 +191,7 @@ class Leader:
     # the end
 
     def _end(self) -> int:
+        self._tell_what_never_came()
         code = conclude(self._job, self._folder, self.journal, self._board)
         self.journal.exit_code = code
         self._coordinator.save()  # for those who do not hear it now
@@ -199,6 +200,11 @@ class Leader:
         self._office.close_for_good()
         self._node.leave(code)
         return code
+
+    def _tell_what_never_came(self) -> None:
+        for fault in self._injection.plan.not_begun:
+            words = f"the fault '{fault}' never came: the run was over before, at step {self._reached()}"
+            self._folder.event("no fault", words, notice=words)
 
     def _changed(self) -> None:
         self._node.show()

@@ -215,6 +215,11 @@ class Plan:
         return plan
 
     @property
+    def not_begun(self) -> list[str]:
+        """What has not happened, as the user wrote it."""
+        return [course.fault for course in self._courses if course.began_s is None and not course.done]
+
+    @property
     def over(self) -> bool:
         """Nothing will ever be due again."""
         return all(course.done for course in self._courses)

@@ -52,14 +52,24 @@ def missing(wanted: Sequence[Piece], known: Iterable[bytes]) -> list[int]:
     return found
 
 
+def arrived(room: memoryview, wanted: Sequence[Piece]) -> list[int]:
+    """Which of these lie where they belong already.
+
+    >>> piece = Piece(1, 4, checksum(memoryview(b"bcd")))
+    >>> arrived(memoryview(b"abcd"), [piece]), arrived(memoryview(b"abbd"), [piece])
+    ([0], [])
+    """
+    return [number for number, piece in enumerate(wanted) if checksum(room[piece.begin : piece.end]) == piece.checksum]
+
+
 def lying(state: memoryview) -> dict[bytes, memoryview]:
     """What lies in this state, by its checksum."""
     return {piece.checksum: state[piece.begin : piece.end] for piece in pieces(state)}
 
 
-def fill(room: memoryview, wanted: Sequence[Piece], sent: Sequence[int], known: Mapping[bytes, memoryview]) -> bool:
-    """The rest of a state, of which those were sent. False: what is known has changed meanwhile."""
-    here = {wanted[number].checksum: wanted[number] for number in sent}
+def fill(room: memoryview, wanted: Sequence[Piece], there: Sequence[int], known: Mapping[bytes, memoryview]) -> bool:
+    """The rest of a state, of which those are there. False: what is known has changed meanwhile."""
+    here = {wanted[number].checksum: wanted[number] for number in there}
     for piece in wanted:
         target, same = room[piece.begin : piece.end], here.get(piece.checksum)
         if same is piece:

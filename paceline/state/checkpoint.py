@@ -135,7 +135,9 @@ class Checkpoint:
             yield from self._compared(manifest)
         except ValueError:
             if self.name not in self.place.names():  # the next one was written over it
-                raise ValueError(f"{self.address} was removed while it was read: its run keeps the newest few") from None
+                raise ValueError(
+                    f"{self.address} was removed while it was read: its run keeps the newest few"
+                ) from None
             raise
 
     def _compared(self, manifest: Manifest) -> Iterator[bytes]:

@@ -67,7 +67,9 @@ class Writer:
         """Nothing more will be written: what is kept for the next one to be written over goes too."""
         self.wait()
         if self._wrote and self._may_publish():  # others have one of their own, which may be at work in the same folder
-            with suppress(Exception):  # a store's client raises kinds of its own; a disk that is gone has been told about
+            with suppress(
+                Exception
+            ):  # a store's client raises kinds of its own; a disk that is gone has been told about
                 self._place.sweep()
 
     def leave_out(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -160,6 +161,10 @@ def test_a_run_that_is_not_over_can_be_shown(tmp_path: Path) -> None:
     run.event("launched", "paceline run train.py", workers=1)
     shown = call("show", "--runs", str(tmp_path), "last").output
     assert "running, or lost" in shown and "0.0 s  launched  1 worker  paceline run train.py" in shown
+    run.event("worker started", "the run begins", worker=0, pid=os.getpid())
+    assert f"worker 0  {os.getpid()}" in call("show", "--runs", str(tmp_path), "last").output
+    run.write_json(run.summary, {"exit": "finished"})
+    assert str(os.getpid()) not in call("show", "--runs", str(tmp_path), "last").output
 
 
 def test_the_servers_of_a_run_are_shown(tmp_path: Path) -> None:

@@ -228,18 +228,30 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_first_step(tmp_path: Path
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run that was stopped by its step limit: its last checkpoint has its last weights."""
     folder = tmp_path_factory.mktemp("stopped")
-    return launch(folder, write_script(folder, SCRIPT), "-n", "1", "--checkpoint-every", "4", "--steps", "8")
+    flags = ("--checkpoint-every", "4", "--steps", "8", "--fault", "kill main @step 9")
+    return launch(folder, write_script(folder, SCRIPT), "-n", "1", *flags)
+
+
+def test_a_fault_that_never_came_is_told(stopped: Result) -> None:
+    assert "the fault 'kill main @step 9' never came: the run was over before, at step 8" in stopped.err
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
 def test_the_weights_can_be_exported(stopped: Result, name: str) -> None:
     cwd = stopped.folder.parents[1]
     done = paceline("checkpoints", "--runs", "runs", "it", "--export", name, cwd=cwd)
-    assert done.returncode == 0 and "of step 8" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("of step 8\n"), done.stderr
     path = cwd / name
     state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     assert state["0.1.running_mean"].shape == (256,) and state["1.2.weight"].shape == (256, 256)
     assert paceline("hash", name, cwd=cwd).stdout.split()[0] == stopped.weights
+
+
+def test_that_the_run_went_on_behind_what_is_exported_is_said(stopped: Result) -> None:
+    done = paceline(
+        "checkpoints", "--runs", "runs", "it", "--export", "old.pt", "--step", "4", cwd=stopped.folder.parents[1]
+    )
+    assert "of step 4; the run went on to step 8" in done.stdout
 
 
 def test_what_cannot_be_exported_is_said(stopped: Result) -> None:

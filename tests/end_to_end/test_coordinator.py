@@ -248,7 +248,7 @@ def test_scale_up_and_down_while_it_trains(tmp_path: Path, weights: str) -> None
             run.wait_for(run.event("worker ended", worker=worker, exit_code=0), f"worker {worker}'s leave")
         finish(run)
         result = ended(run)
-    assert result.weights == weights
+    assert result.weights == weights and result.summary["workers"] == 1
 
 
 def test_sigterm_is_a_clean_leave(tmp_path: Path, weights: str) -> None:

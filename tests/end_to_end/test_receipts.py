@@ -75,6 +75,7 @@ def test_runs_of_one_and_of_three_are_proven_and_the_same(tmp_path: Path, one: P
     assert said.count("every one of 98 samples exactly once, each in its step") == 2
     assert said.count(f"{EPOCHS * SAMPLES:,}") == 2 and "0-11" in said
     assert "the same: alone and three trained the same samples (by id) in each of 60 steps" in said
+    assert f"the same weights: {three.weights[:12]}" in said
 
 
 def test_killed_at_random_steps(tmp_path: Path, one: Path, seed: int) -> None:

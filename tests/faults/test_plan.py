@@ -135,7 +135,9 @@ def test_a_worker_that_is_gone_is_passed_over_once_and_one_to_come_is_waited_for
     (passed,) = both.due(5, 0.0, [0, 2])
     assert passed.kind == "pass" and passed.why == "kill worker:1 @step 5: passed over, worker 1 is gone"
     assert both.due(6, 0.0, [0, 2]) == []
+    assert both.not_begun == ["kill worker:3 @step 5"], "what was passed over was told as that"
     assert deeds(both.due(7, 0.0, [0, 2, 3])) == [("kill", "worker", 3)]
+    assert both.not_begun == []
 
 
 def test_a_server_is_passed_over_or_waited_for_by_numbers_of_its_own() -> None:
