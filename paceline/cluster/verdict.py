@@ -30,10 +30,16 @@ def verdict(rows: Sequence[Seen]) -> tuple[int, str] | None:
     if not waiting:
         return None
     longest = max(waiting, key=lambda row: row.since_s)
-    laggard = _laggard(longest, rows)
+    laggard = _last(longest, rows)
     if laggard is None:
         return None
     who = _names([row.worker for row in waiting])
+    if _waits(laggard):
+        words = "have been exchanging with each other" if len(waiting) > 1 else "has been exchanging with the others"
+        return (
+            longest.worker,
+            f"{who} {words} for {longest.since_s:.0f} s (step {longest.step}): the link between them is slow, or cut",
+        )
     place = f", in {laggard.place}" if laggard.place and laggard.phase == Phase.SCRIPT else ""
     return laggard.worker, (
         f"{who} waited {longest.since_s:.0f} s for worker {laggard.worker}, which has been {laggard.phase.words} "
@@ -55,6 +61,16 @@ def stuck(rows: Sequence[Seen], limit_s: float) -> int | None:
 
 def _waits(row: Seen) -> bool:
     return row.phase in _WAITING or row.waits_for is not None
+
+
+def _last(waiting: Seen, rows: Sequence[Seen]) -> Seen | None:
+    """Whom this one waits for, or whom that one waits for, and so on; who waits itself, where they wait for each other."""
+    passed: set[int] = set()
+    last: Seen | None = waiting
+    while last is not None and _waits(last) and last.worker not in passed:
+        passed.add(last.worker)
+        last = _laggard(last, rows)
+    return last
 
 
 def _laggard(waiting: Seen, rows: Sequence[Seen]) -> Seen | None:

@@ -47,6 +47,21 @@ def test_the_one_that_is_waited_for_is_named_with_what_it_does() -> None:
     assert found == (1, "worker 0 waited 8 s for worker 1, which has been loading data for 12 s (step 6)")
 
 
+def test_who_is_waited_for_and_waits_itself_is_not_the_one() -> None:
+    rows = [row(0, Phase.REDUCE, 9.0, waits_for=1), row(1, Phase.REDUCE, 8.0, waits_for=2), row(2, Phase.COMPUTE, 20.0)]
+    found = verdict(rows)
+    assert found == (2, "workers 0, 1 waited 9 s for worker 2, which has been computing for 20 s (step 7)")
+
+
+def test_nobody_is_to_blame_where_they_wait_for_each_other() -> None:
+    """Many bytes on a thin link (seen at 10 Mbit/s, where one was blamed for waiting)."""
+    rows = [row(0, Phase.REDUCE, 45.0, waits_for=1), row(1, Phase.REDUCE, 44.8, waits_for=0)]
+    words = "workers 0, 1 have been exchanging with each other for 45 s (step 7): the link between them is slow, or cut"
+    assert verdict(rows) == (0, words)
+    one = verdict([rows[0], row(1, Phase.REDUCE, 2.0, waits_for=0)])
+    assert one is not None and one[1].startswith("worker 0 has been exchanging with the others for 45 s")
+
+
 def test_several_who_wait_are_named_together_and_the_longest_counts() -> None:
     rows = [
         row(0, Phase.REDUCE, 6.0, waits_for=2),
