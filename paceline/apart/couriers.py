@@ -49,8 +49,6 @@ class Courier:
         self._changed = threading.Condition()
         """Guards what follows."""
         self._parcel: Parcel | None = None
-        self._begun: Parcel | None = None
-        """What was last tried: the thread's own."""
         self._there = NONE, NONE
         """The round of what has arrived last, and on which machine."""
         self._homes: dict[int, int] = {}
@@ -84,7 +82,6 @@ class Courier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._begun = None
 
     @property
     def _alive(self) -> dict[int, int]:
@@ -128,8 +125,7 @@ class Courier:
 
         answer, _ = self._ask(Get(f"link/{worker}"))
         assert isinstance(answer, Value)
-        again, self._begun = self._begun is parcel, parcel
-        sock = connect(answer.value, self._secret, Leave(parcel.slot, self._session.worker, again), check)
+        sock = connect(answer.value, self._secret, Leave(parcel.slot, self._session.worker), check)
         with closing(Passage(sock, check)) as passage:
             send_state(passage, parcel.rounds, parcel.state)
             said = passage.hear()
@@ -154,6 +150,8 @@ class Inbox:
         self._guard = threading.Lock()
         self._coming: dict[int, Passage] = {}
         """By slot, from whom a state is coming in."""
+        self._begun: set[int] = set()
+        """Slots of which some of a state has come, and the rest has not yet."""
         assert session.listener is not None
         for kind, work in ((Leave, self._take_in), (Survey, self._tell), (Fetch, self._hand_out)):
             session.listener.serve(kind, self._served(work))
@@ -179,7 +177,10 @@ class Inbox:
             if not locker.claim():
                 return  # its replica trains on this machine, or another worker of it has it in hand
             try:
-                rounds = take_state(passage, locker, self._known, label.again)
+                again = label.slot in self._begun
+                self._begun.add(label.slot)
+                rounds = take_state(passage, locker, self._known, again)
+                self._begun.discard(label.slot)
             except ResourceError:
                 rounds = _NO_ROOM
             finally:

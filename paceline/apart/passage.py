@@ -34,8 +34,6 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
 
     slot: int
     worker: int
-    again: bool
-    """Whether an earlier try at the same state broke off."""
 
 
 class Survey(msgspec.Struct, tag=True, frozen=True):

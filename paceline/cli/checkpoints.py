@@ -11,7 +11,7 @@ from paceline.cli.options import runs_option
 from paceline.cluster.memory import words
 from paceline.errors import UsageError
 from paceline.folder import RunFolder
-from paceline.state.checkpoint import Checkpoint, listed, newest_good
+from paceline.state.checkpoint import Checkpoint, Removed, listed, newest_good
 
 
 @click.command("checkpoints")
@@ -48,6 +48,9 @@ def _tell_of(checkpoint: Checkpoint, check: bool) -> bool:
     """One line about this one; whether it is good, as far as it was looked at."""
     try:
         manifest = checkpoint.check() if check else checkpoint.sized()
+    except Removed:
+        click.echo(f"step {checkpoint.step:>8}  removed   by its run, meanwhile")
+        return True
     except ValueError as error:
         click.echo(f"step {checkpoint.step:>8}  DAMAGED   {error}")
         return False

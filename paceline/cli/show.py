@@ -38,7 +38,7 @@ def command(run: str, runs: Path) -> None:
     table = [("setting", "value", "from"), *((k, str(v), origins.get(k, "")) for k, v in settings.items())]
     parts: list[Sequence[Sequence[str]]] = [
         summary_rows(known, str(folder.path)),
-        processes_of(events, _is_there) if "exit" not in summary else [],
+        _processes(folder, events) if "exit" not in summary else [],
         table if settings else [],
         *servers_of(events, summary.get("by_server") or {}),
         *observed(summary),
@@ -47,8 +47,14 @@ def command(run: str, runs: Path) -> None:
     click.echo("\n\n".join("\n".join(aligned(part)) for part in parts if part))
 
 
-def _is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+def _processes(folder: RunFolder, events: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Of a run that an agent of this machine has in hand: of one that is lost its pids may be others' by now."""
+    from paceline.cluster.rendezvous import Rendezvous
+
+    place = Rendezvous.here(folder) if folder.machines() else None
+    if place is None or not place.is_served:
+        return []
+    return processes_of(events, place.machine, lambda pid: Path(f"/proc/{pid}").exists())
 
 
 @dataclass

@@ -34,7 +34,9 @@ def command(run: str, other: str | None, runs: Path) -> int:
 
     \b
     paceline verify last
-    paceline verify mine yours        also: the same samples in the same steps, and which weights came of them
+    paceline verify mine yours        also: the same samples in the same steps, and whether the weights
+                                      that came of them are the same (told, not judged: other slots or
+                                      strategies give others)
 
     Exit code 1 if the receipts say otherwise or are incomplete, with the steps at fault.
     """

@@ -135,7 +135,7 @@ class Answering:
         self._node.desk.shadows.append(peer)
         for name in sorted(self._kept.names(), key=lambda name: name == BOARD):
             self._send_kept(peer, name)
-        self._folder.event("standby", "it can take over", pid=pid, leader=os.getpid())
+        self._folder.event("standby", "it can take over", pid=pid, leader=os.getpid(), machine=self._node.number)
 
     def share(self, name: str, fd: int, size: int) -> None:
         """A standby that does not take it now is hung up on: when it calls again, it gets everything."""

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.cluster.job import Job
 from paceline.cluster.journal import Failure, Journal
 from paceline.folder import RunFolder
+from paceline.state.checkpoint import sweep
 from paceline.wires.board import Board, Phase
 
 
@@ -23,9 +24,10 @@ def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int
     if any(load.calls for load in loads.values()):
         more["by_server"] = {server: asdict(load) for server, load in loads.items() if load.calls}
     if journal.membership.wanted != job.workers:  # it was scaled
-        more["workers"] = journal.membership.wanted
+        more["workers"] = len(journal.membership.settled.members)
     if more:
         folder.write_json(folder.summary, folder.read_json(folder.summary) | more)
+    sweep(folder.checkpoints)
     words = folder.read_json(folder.summary).get("exit", "")
     folder.event("ended", words, exit_code=code, pid=os.getpid(), machine=journal.led_from)
     return code

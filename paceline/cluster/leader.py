@@ -90,7 +90,8 @@ class Leader:
         self.journal.led_from = self._node.number
         self._coordinator.save()
         if self._office.fence == 1:
-            self._folder.event("launched", self._job.words, workers=self._job.workers)
+            me = {"pid": os.getpid(), "machine": self._node.number}
+            self._folder.event("launched", self._job.words, workers=self._job.workers, **me)
         else:
             self._folder.event(
                 "leading",
@@ -202,9 +203,9 @@ class Leader:
         return code
 
     def _tell_what_never_came(self) -> None:
-        for fault in self._injection.plan.not_begun:
-            words = f"the fault '{fault}' never came: the run was over before, at step {self._reached()}"
-            self._folder.event("no fault", words, notice=words)
+        if step := self._reached():  # else there was no run to speak of
+            for words in self._injection.plan.missed(step, time.time() - self.journal.started):
+                self._folder.event("no fault", words, notice=words)
 
     def _changed(self) -> None:
         self._node.show()

@@ -214,10 +214,16 @@ class Plan:
         plan._read()
         return plan
 
-    @property
-    def not_begun(self) -> list[str]:
-        """What has not happened, as the user wrote it."""
-        return [course.fault for course in self._courses if course.began_s is None and not course.done]
+    def missed(self, step: int, seconds: float) -> list[str]:
+        """What has not happened, as the user wrote it, and why, in a run that was over at this step and time."""
+        found = []
+        for fault, course in zip(self._faults, self._courses, strict=True):
+            if course.began_s is None and not course.done:
+                why = f"the run was over at step {step}"
+                if fault.number is not None and fault.number > self._highest[fault.role]:
+                    why = f"there was no {fault.role} {fault.number}" if fault.reached(step, seconds) else why
+                found.append(f"the fault '{fault}' never came: {why}")
+        return found
 
     @property
     def over(self) -> bool:

@@ -16,7 +16,7 @@ from paceline.loop.due import Due
 from paceline.loop.rounds import Rounds
 from paceline.loop.turns import Turns
 from paceline.settings import BITS
-from paceline.state.checkpoint import Checkpoint, newest_good, step_of
+from paceline.state.checkpoint import Checkpoint, newest_good, step_of, sweep
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
 from paceline.state.recorder import Recorder
@@ -259,10 +259,13 @@ class Keeping:
             self.settle()
 
     def finish(self) -> None:
-        self._recorder.finish()
+        self.settle()
+        if self._run.settings.checkpoint_every and self._may_publish():
+            sweep(self._address)
 
     def settle(self) -> None:
-        self._recorder.wait()
+        """Wait until what was taken is written, or is known not to be."""
+        self._recorder.finish()
 
     @property
     def _may_lag(self) -> bool:

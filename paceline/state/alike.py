@@ -6,11 +6,11 @@ pieces that are there already, in the state of a replica of that machine, are ta
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from paceline.state.checksum import Checksum
 from paceline.tensors.snapshot import places
 
 _MOST = 1 << 20
@@ -24,10 +24,8 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 
 
 def checksum(stretch: memoryview) -> bytes:
-    """With its length, which the sum does not know."""
-    found = Checksum()
-    found.add(stretch)
-    return len(stretch).to_bytes(4, "little") + bytes.fromhex(found.hex())
+    """What has the same is the same: a fast sum, which finds damage, would take words that have changed places for it."""
+    return hashlib.sha256(stretch).digest()
 
 
 def pieces(state: memoryview) -> list[Piece]:

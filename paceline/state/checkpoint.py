@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -73,6 +74,10 @@ def step_of(name: str) -> int:
     return int(match[1])
 
 
+class Removed(ValueError):
+    """Its run has removed a checkpoint while somebody read it."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     place: Place
@@ -134,11 +139,16 @@ class Checkpoint:
         try:
             yield from self._compared(manifest)
         except ValueError:
-            if self.name not in self.place.names():  # the next one was written over it
-                raise ValueError(
-                    f"{self.address} was removed while it was read: its run keeps the newest few"
-                ) from None
+            if self._is_gone:
+                raise Removed(f"{self.address} was removed while it was read: its run keeps the newest few") from None
             raise
+
+    @property
+    def _is_gone(self) -> bool:
+        try:
+            return self.name not in self.place.names()
+        except OSError:
+            return False
 
     def _compared(self, manifest: Manifest) -> Iterator[bytes]:
         from paceline.state.checksum import Checksum  # numpy: not for who only lists them
@@ -169,6 +179,13 @@ def listed(address: str) -> list[Checkpoint]:
         raise UsageError(f"no checkpoint can be looked for at {address}: {error.strerror or error}") from None
     matches = filter(None, map(_NAME.fullmatch, names))
     return sorted((Checkpoint(where, int(match[1])) for match in matches), key=lambda found: found.step)
+
+
+def sweep(address: str) -> None:
+    """Nobody writes there any more: what lies aside for a next one goes."""
+    with suppress(OSError):
+        if "://" not in address:  # nothing lies aside in a store
+            place(address).sweep()
 
 
 def newest_good(address: str, tell: Callable[[str], None], inside: bool = False) -> Checkpoint | None:

@@ -10,6 +10,8 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -69,54 +71,66 @@ class _Local:
 
     def remove(self, name: str) -> None:
         aside = self._folder / f"{_ASIDE}{name}{_REMOVED}"
-        shutil.rmtree(aside, ignore_errors=True)
+        _discard(aside)
         os.rename(self._folder / name, aside)  # a reader finds all of it or nothing
 
     def sweep(self) -> None:
         for entry in os.listdir(self._folder):
             if entry.startswith(_ASIDE):
-                shutil.rmtree(self._folder / entry, ignore_errors=True)
+                _discard(self._folder / entry)
 
 
 class _LocalDraft:
-    """Written over a removed one, where there is one: what lies on the disk already takes a third of the time (measured),
-    and gives nothing back to be allotted again."""
+    """A new folder. Its shards are written over those of a checkpoint that was removed, if there is one: what lies on the disk
+    already takes a third of the time (measured), and gives nothing back to be allotted again."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._aside = folder / f"{_ASIDE}{name}.{os.getpid()}"
-        shutil.rmtree(self._aside, ignore_errors=True)
-        if not self._recycle():
-            self._aside.mkdir(parents=True)
-        self._left = set(os.listdir(self._aside))
-        """Files of the removed one that nothing has been written over."""
-
-    def _recycle(self) -> bool:
-        removed = sorted(self._folder.glob(f"{_ASIDE}*{_REMOVED}"))
-        if not removed:
-            return False
-        try:
-            os.rename(removed[-1], self._aside)
-        except FileNotFoundError:  # another writer's by now
-            return False
-        (self._aside / MANIFEST).unlink(missing_ok=True)
-        _sync(self._aside)
-        _sync(self._folder)  # no power cut brings its old name back to what it has in it then
-        return True
+        _discard(self._aside)
+        self._aside.mkdir(parents=True)
+        self._added: set[str] = set()
+        removed = sorted(path for path in folder.glob(f"{_ASIDE}*{_REMOVED}") if not path.is_symlink())
+        self._removed = removed[-1] if removed else None
+        if removed:
+            _sync(folder)  # no power cut brings its old name back to what it has in it then
 
     def add(self, file: str, pieces: Iterable[memoryview]) -> None:
-        self._left.discard(file)
-        with open(_own(self._aside / file), "wb", buffering=0, opener=_without_truncating) as target:
+        self._write(file, self._reused(file), pieces)
+
+    def _write(self, file: str, fd: int | None, pieces: Iterable[memoryview]) -> None:
+        path = self._aside / file
+        if fd is None:
+            _discard(path)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._added.add(file)
+        with open(fd, "wb", buffering=0) as target:
             for piece in pieces:
                 whole = len(piece) - len(piece) % _BLOCK
-                _write(target.fileno(), piece[_write_past_cache(target.fileno(), piece[:whole]) :])
+                _write(fd, piece[_write_past_cache(fd, piece[:whole]) :])
             target.truncate()
-            os.fsync(target.fileno())
+            os.fsync(fd)
+
+    def _reused(self, file: str) -> int | None:
+        """The removed checkpoint's file of this name, under ours, if nobody else has anything of it; whatever is odd is not taken."""
+        if self._removed is None:
+            return None
+        there, here = self._removed / file, self._aside / file
+        with suppress(OSError):
+            found = os.lstat(there)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # somebody's copy of it, as by `cp --link`
+                return None
+            os.rename(there, here)
+            fd = os.open(here, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if _is_open_here_alone(fd):
+                return fd
+            os.close(fd)
+        return None
 
     def publish(self, manifest: bytes) -> None:
-        self.add(MANIFEST, [memoryview(manifest)])
-        for file in self._left:
-            (self._aside / file).unlink()
+        self._write(MANIFEST, None, [memoryview(manifest)])
+        if self._added != set(os.listdir(self._aside)):
+            raise OSError(errno.EIO, "somebody else has removed some of its files")
         _sync(self._aside)
         if (self._folder / self._name).exists():  # a damaged one: the run went on from an older one
             _Local(self._folder).remove(self._name)
@@ -124,19 +138,30 @@ class _LocalDraft:
         _sync(self._folder)
 
     def drop(self) -> None:
-        shutil.rmtree(self._aside, ignore_errors=True)
+        _discard(self._aside)
 
 
-def _own(path: Path) -> Path:
-    """A file that has another name too is somebody's copy of the checkpoint that it was in: not to be written over."""
-    with suppress(FileNotFoundError):
-        if path.stat().st_nlink > 1:
-            path.unlink()
-    return path
+def _discard(path: Path) -> None:
+    """As far as that is possible: what stays is tried again by the next sweep."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def _without_truncating(path: str, flags: int) -> int:
-    return os.open(path, flags & ~os.O_TRUNC, 0o666)
+def _is_open_here_alone(fd: int) -> bool:
+    """Whether no other process reads or maps this file: the kernel gives a write lease on no other, and so does no file system
+    that cannot tell. Who copies a checkpoint while it is removed gets it as it was."""
+    try:
+        fcntl.fcntl(
+            fd, fcntl.F_SETSIG, signal.SIGURG
+        )  # should it be opened in this very moment: that one ends no process
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
 
 
 def _write(fd: int, piece: memoryview) -> None:

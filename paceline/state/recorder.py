@@ -99,14 +99,9 @@ class Recorder:
             self._late = False
         return not why_not
 
-    def wait(self) -> None:
-        """Until what was taken is written, or is known not to be."""
+    def finish(self) -> None:
         self.settle()
         self._writer.wait()
-
-    def finish(self) -> None:
-        self.wait()
-        self._writer.finish()
 
 
 class _Taken:

@@ -45,7 +45,7 @@ class Writer:
         self._place: Place = place(address)
         self._keep, self._may_publish, self._tell, self._before = keep, may_publish, tell, before
         self._thread: threading.Thread | None = None
-        self._wrote, self._told = False, ""
+        self._told = ""
 
     @property
     def busy(self) -> bool:
@@ -62,15 +62,6 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def finish(self) -> None:
-        """Nothing more will be written: what is kept for the next one to be written over goes too."""
-        self.wait()
-        if self._wrote and self._may_publish():  # others have one of their own, which may be at work in the same folder
-            with suppress(
-                Exception
-            ):  # a store's client raises kinds of its own; a disk that is gone has been told about
-                self._place.sweep()
 
     def leave_out(self, step: int) -> None:
         """A step for which there is no time: the checkpoint before is still under way."""
@@ -89,7 +80,6 @@ class Writer:
                 return
             self._before()
             draft.publish(manifest.encode())
-            self._wrote = True
         except Exception as error:  # noqa: BLE001  a store's client raises kinds of its own; none may end the training
             if draft is not None:
                 with suppress(Exception):  # what cannot be written can often not be removed either

@@ -236,7 +236,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def test_a_fault_that_never_came_is_told(stopped: Result) -> None:
-    assert "the fault 'kill main @step 9' never came: the run was over before, at step 8" in stopped.err
+    assert "the fault 'kill main @step 9' never came: the run was over at step 8" in stopped.err
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -238,6 +239,9 @@ def test_without_any_agent_the_workers_train_on_and_then_stop_with_a_checkpoint(
 def test_scale_up_and_down_while_it_trains(tmp_path: Path, weights: str) -> None:
     with going(tmp_path, SCRIPT, "-n", "2", "--slots", "4") as run:
         run.wait_for_step(10)
+        shown = paceline("show", "it", cwd=tmp_path).stdout
+        assert re.search(rf"^coordinator +{run.leader} +0 +leads the run$", shown, re.MULTILINE), shown
+        assert re.search(r"^worker 1 +\d+ +0 +the run begins$", shown, re.MULTILINE), shown
         refused = paceline("scale", "it", "-n", "5", cwd=tmp_path)
         assert refused.returncode == 2 and "5 workers for 4 slots" in refused.stderr
         assert paceline("scale", "it", "-n", "4", cwd=tmp_path).returncode == 0
@@ -249,6 +253,7 @@ def test_scale_up_and_down_while_it_trains(tmp_path: Path, weights: str) -> None
         finish(run)
         result = ended(run)
     assert result.weights == weights and result.summary["workers"] == 1
+    assert "leads the run" not in paceline("show", "it", cwd=tmp_path).stdout
 
 
 def test_sigterm_is_a_clean_leave(tmp_path: Path, weights: str) -> None:

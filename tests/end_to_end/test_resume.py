@@ -149,7 +149,7 @@ import threading
 from paceline.state.recorder import Recorder
 from paceline.state.writer import Writer
 freed, published = {6: threading.Event(), 16: threading.Event()}, threading.Event()
-tidy, wait = Writer._tidy, Recorder.wait
+tidy, finish = Writer._tidy, Recorder.finish
 
 def slow_tidy(writer, step):
     published.set()
@@ -157,11 +157,11 @@ def slow_tidy(writer, step):
         freed[step].wait()
     tidy(writer, step)
 
-def freeing_wait(recorder):
+def freeing_finish(recorder):
     freed[6 if run.step < 16 else 16].set()
-    wait(recorder)
+    finish(recorder)
 
-Writer._tidy, Recorder.wait = slow_tidy, freeing_wait
+Writer._tidy, Recorder.finish = slow_tidy, freeing_finish
 """
 
 

@@ -135,9 +135,18 @@ def test_a_worker_that_is_gone_is_passed_over_once_and_one_to_come_is_waited_for
     (passed,) = both.due(5, 0.0, [0, 2])
     assert passed.kind == "pass" and passed.why == "kill worker:1 @step 5: passed over, worker 1 is gone"
     assert both.due(6, 0.0, [0, 2]) == []
-    assert both.not_begun == ["kill worker:3 @step 5"], "what was passed over was told as that"
+    assert both.missed(6, 9.0) == ["the fault 'kill worker:3 @step 5' never came: there was no worker 3"]
     assert deeds(both.due(7, 0.0, [0, 2, 3])) == [("kill", "worker", 3)]
-    assert both.not_begun == []
+    assert both.missed(7, 9.0) == [], "what was passed over has been told"
+
+
+def test_what_came_too_late_is_told_with_the_runs_end() -> None:
+    late = plan("kill worker:1 @step 9", "kill main @time 60s", "kill worker:7 @step 9", "kill worker:0 @step 8")
+    late.due(8, 5.0, [0, 1])
+    assert late.missed(8, 5.1) == [
+        f"the fault '{fault}' never came: the run was over at step 8"
+        for fault in ("kill worker:1 @step 9", "kill main @time 60s", "kill worker:7 @step 9")
+    ]
 
 
 def test_a_server_is_passed_over_or_waited_for_by_numbers_of_its_own() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.state import alike
-from paceline.state.alike import fill, lying, missing, pieces
+from paceline.state.alike import arrived, fill, lying, missing, pieces
+from paceline.state.checksum import Checksum
 from paceline.tensors.snapshot import Snapshot
 
 
@@ -57,3 +58,15 @@ def test_what_has_changed_since_it_was_looked_at_is_not_taken() -> None:
 def test_pieces_are_cut_where_tensors_begin() -> None:
     cut = pieces(state("words", 1.0))
     assert [piece.end - piece.begin for piece in cut[:-1]] == [alike._MOST, alike._MOST, 2_800_000 - 2 * alike._MOST]
+
+
+def test_words_that_have_changed_places_are_not_the_same() -> None:
+    """As a permutation at another step, or a count that has moved on: a sum of a checkpoint's kind takes them for each other."""
+    one = memoryview(bytearray(Snapshot({"order": torch.arange(64)}).packed()))
+    other = memoryview(bytearray(Snapshot({"order": torch.arange(64).flip(0)}).packed()))
+    sums = [Checksum(), Checksum()]
+    for checksum, state in zip(sums, (one, other), strict=True):
+        checksum.add(state[:512])
+    assert sums[0].hex() == sums[1].hex(), "else this tests nothing"
+    assert arrived(other, pieces(one)) == [1], "the header"
+    assert missing(pieces(one), lying(other)) == [0]

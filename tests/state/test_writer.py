@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -16,7 +17,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.state import places
-from paceline.state.checkpoint import SHARD, listed, name_of, newest_good
+from paceline.state import writer as writer_module
+from paceline.state.checkpoint import SHARD, Removed, listed, name_of, newest_good, sweep
 from paceline.state.writer import Writer
 from tests.state.disk import Disk, small_disk
 from tests.state.writing import Whole, body_of, write
@@ -42,57 +44,138 @@ def test_a_good_one_never_makes_room_for_a_damaged_later_one(tmp_path: Path) -> 
     assert steps(tmp_path) == [9] and found is not None and bytes(found.read()) == body_of(9)
 
 
-def inodes(checkpoint: Path) -> set[int]:
-    return {file.stat().st_ino for file in checkpoint.iterdir()}
+class Held(Whole):
+    """A body whose soundness is not known until the test says so."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(raw)
+        self.settled = threading.Event()
+
+    def why_not(self) -> str:
+        return "" if self.settled.wait(30) else "nobody settled it"
+
+
+def shards(folder: Path) -> set[int]:
+    return {file.stat().st_ino for file in folder.glob("state-*.bin")}
 
 
 def test_a_removed_one_is_written_over_by_the_next(tmp_path: Path) -> None:
-    """Longer, shorter, of fewer files: what is there in the end is what was written, and nothing lies aside."""
+    """Longer, shorter, of fewer files: what is there in the end is what was written, whole pages of it past the page cache."""
     writer = Writer(str(tmp_path), 1, lambda: True, print)
-    reused = 0
+    reused = []
     for step, size in enumerate((3 * SHARD // 2, 100, 5000, 0, 2 * SHARD), 1):
-        before = {inode for folder in tmp_path.glob(".*.removed") for inode in inodes(folder)}
-        raw = random.Random(step).randbytes(size)
-        writer.write(step, Whole(raw))
+        before = {inode for folder in tmp_path.glob(".*.removed") for inode in shards(folder)}
+        memory = mmap.mmap(-1, size or 1)
+        memory.write(random.Random(step).randbytes(size))
+        body = Whole(b"")
+        body.memory = memoryview(memory)[:size]
+        writer.write(step, body)
         writer.wait()
         (only,) = listed(str(tmp_path))
-        assert only.step == step and only.read() == raw
+        assert only.step == step and only.read() == body.memory
         assert len(os.listdir(tmp_path / only.name)) == 1 + -(-size // SHARD), "no file of the one before stays"
-        reused += bool(before & inodes(tmp_path / only.name))
-    assert reused == 2, "the third and the fifth: the first two had nothing to take, and the fourth has no shard"
-    writer.finish()
+        reused.append(len(before & shards(tmp_path / only.name)))
+    assert reused == [0, 0, 1, 0, 1], (
+        "the first two had nothing to take, the fourth has no shard, the fifth took the third's"
+    )
+    sweep(str(tmp_path))
     assert os.listdir(tmp_path) == [name_of(5)]
 
 
-def test_a_copy_by_another_name_is_not_written_over(tmp_path: Path) -> None:
-    """As `cp --link` makes them."""
-    write(tmp_path / "it", 1)
+def link_to_it(shard: Path, kept: Path) -> None:
+    os.link(shard, kept)
+
+
+def leave_a_link(shard: Path, kept: Path) -> None:
+    shard.rename(kept)
+    shard.symlink_to(kept)
+
+
+def leave_a_link_to_the_folder(shard: Path, kept: Path) -> None:
+    archive = kept.with_name("archive")
+    shard.parent.rename(archive)
+    shard.parent.symlink_to(archive)
+    kept.symlink_to(archive / shard.name)
+
+
+def read_it(shard: Path, kept: Path) -> None:
+    kept.symlink_to(f"/proc/self/fd/{os.open(shard, os.O_RDONLY)}")
+
+
+def map_it(shard: Path, kept: Path) -> None:
+    with open(shard, "rb") as file:
+        MAPPED[kept] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
+MAPPED: dict[Path, mmap.mmap] = {}
+
+
+@pytest.mark.parametrize("keep", [link_to_it, leave_a_link, leave_a_link_to_the_folder, read_it, map_it])
+def test_what_somebody_has_of_a_removed_one_is_not_written_over(
+    tmp_path: Path, keep: Callable[[Path, Path], None]
+) -> None:
+    """A backup by `cp --link`, an archive with links in its place, a copy that is being made."""
     kept = tmp_path / "mine.bin"
-    os.link(tmp_path / "it" / name_of(1) / "state-0000.bin", kept)
-    write(tmp_path / "it", 2, 3, 4, keep=1)
-    assert steps(tmp_path / "it") == [4] and kept.read_bytes() == body_of(1)
+    write(tmp_path / "it", 1)
+    keep(tmp_path / "it" / name_of(1) / "state-0000.bin", kept)
+    assert write(tmp_path / "it", 2, 3, 4, keep=1) == []
+    assert steps(tmp_path / "it") == [4] and bytes(listed(str(tmp_path / "it"))[0].read()) == body_of(4)
+    try:
+        assert (MAPPED[kept][:] if kept in MAPPED else kept.read_bytes()) == body_of(1)
+    finally:
+        if keep is read_it:
+            os.close(int(os.readlink(kept).rpartition("/")[2]))
+        elif keep is map_it:
+            MAPPED.pop(kept).close()
 
 
-def test_who_reads_one_that_is_written_over_meanwhile_is_told(tmp_path: Path) -> None:
+def spoil_with_a_folder(shard: Path) -> None:
+    shard.unlink()
+    shard.mkdir()
+
+
+def spoil_with_a_pipe(shard: Path) -> None:
+    shard.unlink()
+    os.mkfifo(shard)
+
+
+@pytest.mark.parametrize("spoil", [spoil_with_a_folder, spoil_with_a_pipe])
+def test_what_is_odd_in_a_removed_one_costs_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    write(tmp_path, 1)
+    spoil(tmp_path / name_of(1) / "state-0000.bin")
+    assert write(tmp_path, 2, 3, keep=1) == []
+    assert steps(tmp_path) == [3] and bytes(listed(str(tmp_path))[0].read()) == body_of(3)
+
+
+def test_a_draft_that_somebody_else_has_swept_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Main was thought lost, and another one writes: what it sweeps away must not be missing in a published one."""
+    told: list[str] = []
+    body = Held(body_of(2))
+    writer = Writer(str(tmp_path), 3, lambda: True, told.append)
+    writer.write(2, body)
+    deadline = time.monotonic() + 30
+    while not (drafts := list(tmp_path.glob(".step-*/state-0000.bin"))):
+        assert time.monotonic() < deadline
+    drafts[0].unlink()
+    body.settled.set()
+    writer.wait()
+    assert "somebody else has removed" in told[0] and steps(tmp_path) == []
+
+
+def test_who_reads_one_that_is_removed_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "SHARD", 1000)
     writer = Writer(str(tmp_path), 1, lambda: True, print)
-    big = bytes(range(256)) * (64 << 10)
     for step in (1, 2):
-        writer.write(step, Whole(big))
+        writer.write(step, Whole(bytes(5000)))
         writer.wait()
-    reading = listed(str(tmp_path))[0]._pieces(listed(str(tmp_path))[0].manifest())
-    next(reading)
+    (second,) = listed(str(tmp_path))
+    reading = second._pieces(second.manifest())
+    assert next(reading) == bytes(1000)
     for step in (3, 4):
-        writer.write(step, Whole(big[::-1]))
+        writer.write(step, Whole(b"x" * 5000))
         writer.wait()
-    with pytest.raises(ValueError, match="was removed while it was read"):
+    with pytest.raises(Removed, match="was removed while it was read"):
         list(reading)
-
-
-def test_only_who_has_written_sweeps_at_the_end(tmp_path: Path) -> None:
-    """A run's workers have a writer each: what lies aside may be the draft of another's."""
-    (tmp_path / ".step-00000003.4711").mkdir(parents=True)
-    Writer(str(tmp_path), 1, lambda: True, print).finish()
-    assert os.listdir(tmp_path) == [".step-00000003.4711"]
 
 
 def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
@@ -115,17 +198,6 @@ def test_what_may_not_be_published_leaves_nothing(tmp_path: Path, why_not: str, 
     writer.wait()
     assert len(told) == 1 and words in told[0]
     assert os.listdir(tmp_path) == ["step-00000001"]
-
-
-class Held(Whole):
-    """A body whose soundness is not known until the test says so."""
-
-    def __init__(self, raw: bytes) -> None:
-        super().__init__(raw)
-        self.settled = threading.Event()
-
-    def why_not(self) -> str:
-        return "" if self.settled.wait(30) else "nobody settled it"
 
 
 def test_nothing_is_to_be_seen_before_it_is_published(tmp_path: Path) -> None:
