@@ -90,7 +90,8 @@ class Rounds:
         session = self._session
         session.row.enter(Phase.JOINING)
         session.needed()
-        self._take_slot([slot for slot in range(self._slots) if not self._locker(slot).empty] or range(self._slots))
+        # An empty one too, but last: whose worker died before it had left a state, or is still to take it.
+        self._take_slot(sorted(range(self._slots), key=lambda slot: self._locker(slot).empty))
         while (state := self._first_state()) is None:
             session.check_run()
             time.sleep(_AGAIN_S)

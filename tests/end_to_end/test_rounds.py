@@ -88,6 +88,30 @@ def test_replicas_are_killed_in_every_phase_of_a_round_and_the_weights_are_the_s
     assert "dropped" not in killed.summary
 
 
+EARLY = SCRIPT.replace(
+    "for epoch in run.epochs(3):",
+    """if run._session.worker == 0 and orders:
+    os.kill(os.getpid(), 9)
+while run._session.worker >= 3 and run._session.board.see(1).step < 1:
+    time.sleep(0.001)
+for epoch in run.epochs(3):""",
+).replace("import os, sys", "import os, sys, time")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [("local:4", ()), ("diloco:4+int8", BACK_IN_TIME), ("streaming:8,2,overlap=2", ()), ("gossip:4", ())],
+)
+def test_one_that_is_killed_before_it_has_left_any_state_begins_as_the_others_did(
+    tmp_path: Path, strategy: str, flags: tuple[str, ...]
+) -> None:
+    """They have left theirs by then, and hold them: what its replacement takes is what is empty."""
+    clean = trained(tmp_path / "clean", strategy, script=EARLY)
+    killed = trained(tmp_path / "killed", strategy, *flags, orders=("early",), script=EARLY)
+    assert killed.summary["recoveries"] == 1 and "dropped" not in killed.summary
+    assert killed.summary["weights_sha256"] == clean.summary["weights_sha256"]
+
+
 BESIDE = (
     SCRIPT.replace("import os, sys", "import os, sys, threading")
     .replace(
