@@ -20,6 +20,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## LeNet on Fashion-MNIST with 4 workers, one killed on the way
 	$(BIN)/paceline run -n 4 --fault 'kill worker:2 @step 300' examples/fashion_mnist.py
+	@echo "The same weights, undisturbed and with other workers:  $(BIN)/paceline run -n 2 --slots 4 examples/fashion_mnist.py"
 
 test: $(READY) ## All tests, but for more of the same (test-long)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not long'

@@ -214,7 +214,10 @@ class Run:
     def register(self, name: str, item: Any) -> None:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-            raise UsageError(f"register({name!r}): a {type(item).__name__} has no state_dict and load_state_dict")
+            raise UsageError(
+                f"register({name!r}): a {type(item).__name__} has no state_dict and load_state_dict; give an object that has both "
+                f"(torch's AveragedModel), or keep tensors and plain values in run.state[{name!r}] and use them from there"
+            )
         if name in self._registered:
             raise UsageError(f"register({name!r}): the name is taken")
         self._registered[name] = item

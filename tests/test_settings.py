@@ -100,7 +100,7 @@ def test_wrong_values_are_refused_with_a_way_out(flags: dict[str, object], says:
         ({"strategy": "ps", "servers": -1}, r"--servers must be 0 or more; it is -1"),
         ({"strategy": "ps", "replicas": 0}, r"--replicas must be 1 or more; it is 0"),
         ({"strategy": "ps", "servers": "two"}, r"--servers must be a number; it is 'two'"),
-        ({"strategy": "pss"}, r"^unknown strategy 'pss'; did you mean 'ps'\? There are: .*ps \("),
+        ({"strategy": "pss"}, r"^unknown strategy 'pss'; did you mean 'ps'\? There are: .*ps, "),
     ],
 )
 def test_servers_that_cannot_be_are_refused(flags: dict[str, object], says: str) -> None:

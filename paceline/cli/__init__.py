@@ -19,7 +19,7 @@ _VERBS = {
     "resume": "Go on with a run from its newest checkpoint.",
     "attach": "Get the view of a run under way back.",
     "stop": "Stop a run after its step.",
-    "scale": "Change a run's number of workers while it trains.",
+    "scale": "Change a run's number of workers or servers while it trains.",
     "rehearse": "Train a script under random faults, and compare.",
     "runs": "List the runs.",
     "show": "Show one run: settings, result, events.",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import runs_option
+from paceline.cluster.rendezvous import Rendezvous
 from paceline.folder import RunFolder
 from paceline.watch.lines import aligned, compact
 from paceline.watch.observed import observed
@@ -33,12 +34,13 @@ def command(run: str, runs: Path) -> None:
     of_settings = {
         name: settings[name] for name in ("workers", "servers", "slots", "threads", "strategy") if name in settings
     }
-    known = {"exit": "running, or lost", **of_settings, **summary}
     events = list(folder.read_lines(folder.events))
+    place = Rendezvous.here(folder) if folder.machines() and "exit" not in summary else None
+    known = {"exit": _how_it_stands(folder, place), **of_settings, **summary}
     table = [("setting", "value", "from"), *((k, str(v), origins.get(k, "")) for k, v in settings.items())]
     parts: list[Sequence[Sequence[str]]] = [
         summary_rows(known, str(folder.path)),
-        _processes(folder, events) if "exit" not in summary else [],
+        _processes(place, events),
         table if settings else [],
         *servers_of(events, summary.get("by_server") or {}),
         *observed(summary),
@@ -47,11 +49,17 @@ def command(run: str, runs: Path) -> None:
     click.echo("\n\n".join("\n".join(aligned(part)) for part in parts if part))
 
 
-def _processes(folder: RunFolder, events: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Of a run that an agent of this machine has in hand: of one that is lost its pids may be others' by now."""
-    from paceline.cluster.rendezvous import Rendezvous
+def _how_it_stands(folder: RunFolder, place: Rendezvous | None) -> str:
+    """Of a run without a summary."""
+    if place is None:
+        return "running, or lost"
+    if place.is_served:
+        return "running"
+    return f"lost: no agent of it lives here; with a checkpoint `paceline resume {folder.id}` goes on"
 
-    place = Rendezvous.here(folder) if folder.machines() else None
+
+def _processes(place: Rendezvous | None, events: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Of a run that an agent of this machine has in hand: of one that is lost its pids may be others' by now."""
     if place is None or not place.is_served:
         return []
     return processes_of(events, place.machine, lambda pid: Path(f"/proc/{pid}").exists())

@@ -332,7 +332,8 @@ class Coordinator:
             step=raised.step,
             slot=raised.slot,
             trace=trace,
-            notice=f"{words}; if another worker raises it there too, the run ends",
+            notice=f"{words}; if another worker raises it there too, the run ends (traceback: "
+            f"{self._folder.log_of('worker', raised.worker)})",
         )
 
     def _has_raised(self, worker: int) -> bool:

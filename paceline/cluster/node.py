@@ -308,7 +308,8 @@ class Node:
         for worker in self.crew.frozen(now, lease):
             words = f"was frozen for {lease:g} s"
             role, index = self.master.journal.role(worker.number)
-            self.folder.event("evicted", f"it {words}", **{role: index})
+            notice = f"{role} {index} {words} (--lease), and is ended"
+            self.folder.event("evicted", f"it {words}", **{role: index}, notice=notice)
             self.master.evict(worker.number, words)
 
     # the standby

@@ -208,8 +208,9 @@ def _find(text: str) -> Entry:
         mode, delays = split(text)
     name, _, numbers = mode.partition(":")
     if name not in TABLE:
-        listed = [f"{known}{entry.numbers} ({entry.words})" for known, entry in TABLE.items()]
-        raise UsageError(f"unknown strategy {text!r}{there_are(name, TABLE, listed)}")
+        listed = [f"{known}{entry.numbers}" for known, entry in TABLE.items()]
+        words = f"unknown strategy {text!r}{there_are(name, TABLE, listed)}"
+        raise UsageError(f"{words}; `paceline strategies` says what they do")
     if delays and not TABLE[name].free:
         raise UsageError(
             f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"

@@ -67,7 +67,7 @@ def test_an_exit_with_0_without_init_is_still_a_mistake(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "strategy='alreduce'": "unknown strategy 'alreduce'; did you mean 'allreduce'? There are: allreduce (.*at servers)",
+    "strategy='alreduce'": "unknown strategy 'alreduce'; did you mean 'allreduce'? There are: allreduce, .*`paceline strategies` says what they do",
     "slot=4": "paceline.init() has no setting 'slot'; did you mean 'slots'? There are: .*workers",
 }
 

@@ -165,6 +165,7 @@ def test_a_frozen_worker_is_evicted_after_its_lease(tmp_path: Path, weights: str
     assert result.weights == weights
     evicted = next(event for event in result.events() if event["event"] == "evicted")
     assert evicted["worker"] == 1 and "frozen" in evicted["why"]
+    assert "worker 1 was frozen for 0.5 s (--lease), and is ended" in result.err
 
 
 def test_a_thawed_worker_changes_nothing_even_if_the_kill_came_too_late(
