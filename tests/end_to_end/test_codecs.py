@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.state.checkpoint import listed
 from tests.alone import Alone
 from tests.end_to_end import machines
 from tests.end_to_end.launching import WAITS, ended, finish, launch, paceline
@@ -75,7 +76,8 @@ def test_a_death_on_several_machines_takes_the_run_back_to_a_checkpoint_with_all
     """A worker's, and then a machine's: those that are left have fewer places, and come to the same bits."""
     one = alone(tmp_path, machines.SCRIPT.replace(WAITS, "False"), slots=8, strategy=STRATEGY)
     with machines.spread(tmp_path, machines.SCRIPT, 2, *SPREAD, "--checkpoint-every", "20") as run:
-        run.wait_for_step(50)
+        # A disk may take longer for it than the steps do.
+        run.wait_for(lambda: any(found.step > 40 for found in listed(str(run.folder / "checkpoints"))), "a checkpoint")
         run.kill(3)
         told = run.wait_for(run.event("rolled back"), "the way back")
         assert told["step"] > 40 and told["step"] % 20 == 1, "not at the end of an epoch, of 4 steps"
