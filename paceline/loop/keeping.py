@@ -220,14 +220,21 @@ class Keeping:
         if not self._seen and (every or run.workers > 1):
             self._seen = True
             self.capture()  # refuses what cannot be kept, or handed to a newcomer: now, not hours later
-        if (every and (self._due.now or run.stopped)) or stepper.agreed_term > run._session.view.term:
+        agreed = run._session.view.term if self._lets_nobody_in else stepper.agreed_term
+        if (every and (self._due.now or run.stopped)) or agreed > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         # Where all meet about a checkpoint that is taken, they do so before somebody is let in who knows nothing of it.
         if every and self._may_lag:
             self._write_if_due()
-        run.terms.boundary(stepper.agreed_term, self)
+        run.terms.boundary(agreed, self, gives_state=not self._lets_nobody_in)
         if every and not self._may_lag:
             self._write_if_due()
+
+    @property
+    def _lets_nobody_in(self) -> bool:
+        """Where a loop over a loader ends that is entered again: who came here would have nothing left of it, and not the names that
+        only its body sets. The next step's lanes have the same term."""
+        return self._due.ends and not self._run.stopped and not isinstance(self._run._feeding.loop, Rounds)
 
     def _decide(self, ends: bool, last: bool = False) -> None:
         """Before anybody gets the state of this boundary: who comes here has to know what the others do next. The end of the

@@ -207,8 +207,9 @@ class Terms:
 
     # newcomers
 
-    def boundary(self, agreed: int, state: Stateful) -> None:
-        """A step is over. Enter the term that all have agreed on, if it is a new one."""
+    def boundary(self, agreed: int, state: Stateful, gives_state: bool = True) -> None:
+        """A step is over. Enter the term that all have agreed on, if it is a new one. `gives_state`: whether who heals may begin
+        with the state of right now."""
         if self._inlet is not None:
             self._come_closer(self._inlet, agreed)
             return
@@ -218,7 +219,7 @@ class Terms:
             self._change(agreed, state, hands_over=waved)  # who was waved in has come for the state
         if self._donor is not None and waved:
             self._donor.wave_in()
-        elif self._donor is not None:
+        elif self._donor is not None and gives_state:
             self._donor.at_boundary(self._session.view, state)
 
     def reunite(self, trainers: list[int], parted: Callable[[list[int]], None], state: Stateful) -> None:

@@ -376,3 +376,34 @@ def test_nobody_is_left(tmp_path: Path) -> None:
     assert result.code == 1 and "no worker is left" in result.last_line
     assert str(result.summary["exit"]).startswith("failed")
     assert left_processes(str(tmp_path)) == []
+
+
+AT_ITS_END = (
+    HEAD
+    + """
+import os, sys, time
+dying, losses = sys.argv[1:] == ["dying"], []
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(4):
+    for batch in loader:
+        for x, y in run.slots():
+            if dying and run._session.worker == 1 and run.step == 5:
+                os.kill(os.getpid(), 9)
+            # In an epoch's last step: so that its end is where the newcomer would be let in.
+            while dying and run.step == 7 and not run._session.board.next_term:
+                time.sleep(0.001)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step(); optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+)
+
+
+def test_nobody_is_let_in_where_an_epoch_ends(tmp_path: Path, alone: Alone) -> None:
+    """Names that only the loop's body sets are used behind it, as most scripts do."""
+    one = alone(tmp_path, AT_ITS_END, slots=4)
+    done = launch(tmp_path, AT_ITS_END, "-n", "3", "--slots", "4", args=("dying",))
+    assert done.weights == one.weights, done.err
+    assert [event["worker"] for event in done.events() if event["event"] == "joined"] == [3]
+    assert not [event for event in done.events() if event["event"] == "raised"]
