@@ -90,6 +90,7 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def unpublished(address: Path, names: str) -> bool:
-    """Whether a checkpoint lies there that is being written: `.step-*` where it is renamed, else `step-*`."""
-    return any(not (draft / "manifest.json").exists() for draft in address.glob(names))
+def unpublished(address: Path) -> bool:
+    """Whether the newest checkpoint there is being written. One without its manifest behind it is being removed."""
+    newest = max(address.glob("*step-*"), key=lambda found: found.name.lstrip("."), default=None)
+    return newest is not None and not (newest / "manifest.json").exists()

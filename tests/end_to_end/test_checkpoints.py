@@ -70,7 +70,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return result.weights, result.out.split("average ")[1].strip()
 
 
-def killed_in_a_write(folder: Path, drafts: str, address: Path, after: int) -> None:
+def killed_in_a_write(folder: Path, address: Path, after: int) -> None:
     """A run of two, all of it killed while its main was in the middle of writing a checkpoint."""
     doomed = Doomed(folder, write_script(folder, SCRIPT), 2, FLAGS)
     doomed.wait_for(
@@ -78,7 +78,7 @@ def killed_in_a_write(folder: Path, drafts: str, address: Path, after: int) -> N
             found.step >= after and (address / found.name / "manifest.json").exists() for found in listed(str(address))
         )
     )
-    doomed.stop_main_when(lambda: unpublished(address, drafts))
+    doomed.stop_main_when(lambda: unpublished(address))
     doomed.kill()
 
 
@@ -96,7 +96,7 @@ def test_all_killed_inside_a_write(tmp_path: Path, reference: tuple[str, str], s
     first = tmp_path / "first"
     first.mkdir()
     after = random.Random(seed).randrange(2, 40)
-    killed_in_a_write(first, ".step-*", first / "runs" / "it" / "checkpoints", after)
+    killed_in_a_write(first, first / "runs" / "it" / "checkpoints", after)
     assert paceline("checkpoints", "--runs", "runs", "it", "--check", cwd=first).returncode == 0
     for workers in (1, 5):
         again = tmp_path / str(workers)
@@ -112,7 +112,7 @@ def test_all_killed_inside_a_write_to_an_address(
 ) -> None:
     """Where nothing is renamed, the manifest makes a checkpoint: the one without is passed over, aloud."""
     monkeypatch.setenv("TEST_CHECKPOINTS", f"file://{tmp_path}/elsewhere")
-    killed_in_a_write(tmp_path, "step-*", tmp_path / "elsewhere" / "it", random.Random(seed).randrange(2, 40))
+    killed_in_a_write(tmp_path, tmp_path / "elsewhere" / "it", random.Random(seed).randrange(2, 40))
     assert not (tmp_path / "runs" / "it" / "checkpoints").exists()
     shown = paceline("checkpoints", "--runs", "runs", "it", cwd=tmp_path)
     assert shown.returncode == 1 and "never finished" in shown.stdout
