@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
+from xxhash import xxh3_128
+
 from paceline.state.checkpoint import SHARD, Manifest, Shard, listed, name_of
-from paceline.state.checksum import Checksum
 from paceline.state.places import Draft, Place, place
 
 _PIECE = 8 << 20  # bytes: a disk's requests are up to some MB each
@@ -124,17 +125,17 @@ def _write_shards(draft: Draft, memory: memoryview) -> Iterator[Shard]:
         shard, file = memory[first : first + SHARD], f"state-{number:04d}.bin"
         pieces = _Checked(shard)
         draft.add(file, pieces)
-        yield Shard(file, len(shard), pieces.checksum.hex())
+        yield Shard(file, len(shard), pieces.checksum.hexdigest())
 
 
 class _Checked:
     """Memory in pieces; its checksum, once all have been taken."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory, self.checksum = memory, Checksum()
+        self._memory, self.checksum = memory, xxh3_128()
 
     def __iter__(self) -> Iterator[memoryview]:
         for first in range(0, len(self._memory), _PIECE):
             piece = self._memory[first : first + _PIECE]
-            self.checksum.add(piece)
+            self.checksum.update(piece)
             yield piece
