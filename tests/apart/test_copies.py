@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -126,9 +127,11 @@ class Worker:
             self.listener.close()
 
 
-@pytest.fixture(params=["tcp", "tls"])
+@pytest.fixture(params=["tcp", "tls", "thin"])
 def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    """`thin`: all pieces but the first are packed."""
     monkeypatch.setattr(alike, "_MOST", 1000)
+    monkeypatch.setattr(passage, "_THIN", math.inf if request.param == "thin" else 0.0)
     found = Network(Identity.make() if request.param == "tls" else None)
     yield found
     found.close()
@@ -240,6 +243,25 @@ def test_what_the_replica_there_has_left_too_is_not_sent(network: Network, monke
     first.offers(5)
     first.copies.wait()
     assert second.has(0) == 5 and sent.pieces, "that is of another round"
+
+
+def test_on_a_thin_link_fewer_bytes_are_sent(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = network.worker(0), network.worker(1)
+    network.view(0, 1)
+    sizes: list[int] = []
+    plain = Passage._send
+
+    def send(passage: Passage, rest: memoryview) -> None:
+        sizes.append(rest.nbytes)
+        plain(passage, rest)
+
+    monkeypatch.setattr(Passage, "_send", send)
+    first.copies.lockers.of(0).put(3, varied(3))
+    first.copies.offer(0)
+    first.copies.wait()
+    whole = bytes(first.copies.lockers.of(0).look())
+    assert bytes(second.copies.lockers.of(0).look()) == whole
+    assert (sum(sizes) < 0.95 * len(whole)) == (passage._THIN > 0)
 
 
 def test_the_wait_for_a_copy_ends_with_the_view(network: Network) -> None:
