@@ -13,6 +13,7 @@ from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
 from paceline.launch.environment import NEWEST
 from paceline.loop.due import Due
+from paceline.loop.refuge import Refuge
 from paceline.loop.rounds import Rounds
 from paceline.loop.turns import Turns
 from paceline.settings import BITS
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.loop.steps import Batch
     from paceline.run import Run
 
-_LINEAGE, _FOUND, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(205), mix(206), mix(207), mix(208)
+_LINEAGE, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(206), mix(207), mix(208)
 
 
 class Keeping:
@@ -39,6 +40,7 @@ class Keeping:
         self._address = folder.checkpoints_at(run.settings.checkpoints)
         writer = Writer(self._address, run.settings.keep, self._may_publish, self._tell, self.ledger.sync)
         self._recorder = Recorder(writer)
+        self._refuge = Refuge(run._session)
         self._seen = False
         """Whether the state has been looked through once for what cannot be kept."""
         self._due = Due()
@@ -134,22 +136,27 @@ class Keeping:
         if name != NEWEST:
             self._resume(name)
             return
-        found = self._run.terms.gather(_FOUND, self._newest)[0].decode()
-        if found:
-            self._resume(found)
+        name, state = self._refuge.newest(self._run.terms, self._newest)
+        if state:
+            self._go_on_from(Snapshot.read(memoryview(state)), "the copy in memory")
+        elif name:
+            self._resume(name)
         self._run._session.rolled_back(self._run.step)
 
-    def _newest(self) -> bytes:
+    def _newest(self) -> str:
         """Main looks for it: while a checkpoint is written over or passed over, others might find another one."""
         found = newest_good(self._address, self._tell) if self._run.is_main else None
-        return found.name.encode() if found is not None else b""
+        return found.name if found is not None else ""
 
     def _resume(self, name: str) -> None:
-        run = self._run
         try:
             snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(name)).read())
         except ValueError as error:
             raise UsageError(str(error)) from None
+        self._go_on_from(snapshot, name)
+
+    def _go_on_from(self, snapshot: Snapshot, name: str) -> None:
+        run = self._run
         theirs = snapshot.tree["settings"]
         for setting in BITS:
             mine = getattr(run.settings, setting)
@@ -298,6 +305,9 @@ class Keeping:
         states = loop.states() if isinstance(loop, Rounds) else ()
         if self._run.is_main:
             self._take(states)
+        if self._scattered is not None:
+            with self._run._strategy.whole():
+                self._refuge.leave(self._run.step, lambda: self._around(self._scripts(), keys=True))
         if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost
             self._run.terms.gather(_TAKEN, bytes)
 

@@ -15,7 +15,7 @@ def words(settings: Settings, machine: str) -> str:
     >>> print(words(Settings(servers=1, checkpoint_every=100), "node-1"))
     any process of this run may die; after a server's death it goes back to its newest checkpoint (--servers 2 spares it that); if the machine does, `paceline resume` goes on from a checkpoint
     >>> print(words(Settings(listen="10.0.0.1", strategy="allreduce+int8", checkpoint_every=100, store="etcd://e"), "node-1"))
-    any process and any machine of this run may die; after a worker's death it goes back to its newest checkpoint, for on several machines nobody else has what allreduce+int8 keeps for its slots (+bf16 spares it that); if all do, `paceline resume` goes on from a checkpoint
+    any process and any machine of this run may die; after a worker's death it goes back to its newest checkpoint, which each machine has in memory: nobody else has what allreduce+int8 keeps for its slots (+bf16 spares it that); if all do, `paceline resume` goes on from a checkpoint
     >>> print(words(Settings(listen="10.0.0.1", servers=2, strategy="ssp:3+int8", store="etcd://e"), "node-1"))
     any process and any machine of this run may die; what ssp:3+int8 has kept for a worker is lost with it; if all do, it is lost: give --checkpoint-every N
     >>> print(words(Settings(listen="10.0.0.1", strategy="local:20", on_death="drop"), "node-1"))
@@ -35,8 +35,8 @@ def words(settings: Settings, machine: str) -> str:
         cost += f"; what {settings.strategy} has kept for a worker is lost with it"
     elif settings.listen and keeps(settings) and not entry.apart:
         cost += (
-            f"; after a worker's death it {back}, for on several machines nobody else has what {settings.strategy} keeps for its "
-            "slots (+bf16 spares it that)"
+            f"; after a worker's death it {back}{', which each machine has in memory' * bool(settings.checkpoint_every)}: nobody "
+            f"else has what {settings.strategy} keeps for its slots (+bf16 spares it that)"
         )
     replays = bool(settings.listen) and entry.apart and settings.on_death == "replay"
     if replays and settings.state_copies:

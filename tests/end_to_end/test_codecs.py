@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.alone import Alone
 from tests.end_to_end import machines
 from tests.end_to_end.launching import WAITS, ended, finish, launch, paceline
 from tests.end_to_end.test_kills import SCRIPT, SLOTS, check, learned
+from tests.etcd import Etcd
 
 CODED = SCRIPT.replace(
     """        if f"{run._session.worker}:{run.step}:open" in orders:""",
@@ -90,7 +92,37 @@ def test_a_death_on_several_machines_takes_the_run_back_to_a_checkpoint_with_all
     assert result.weights == one.weights
     assert result.summary["rollbacks"] == 2 and result.summary["steps_redone"] > 0
     assert "what topk:0.1 had kept for its slots; the run goes back to its newest checkpoint" in result.err
+    assert result.err.count("(the copy in memory)") == 2
     events = run.lines("events.jsonl")
     last = max(number for number, event in enumerate(events) if event["event"] == "rolling back")
     assert [event["machine"] for event in events[last:] if event["event"] == "worker started"] == [0, 0]
     machines.one_of_each(run)
+
+
+@pytest.mark.parametrize("servers", [0, 2], ids=["allreduce", "ps"])
+def test_the_first_machine_is_lost_with_its_disk(tmp_path: Path, servers: int, alone: Alone, etcd: Etcd) -> None:
+    """Every machine has all that was kept in memory, as of the last checkpoint."""
+    one = alone(tmp_path, machines.SCRIPT.replace(WAITS, "False"), slots=8, strategy=STRATEGY)
+    strategy = ("--strategy", "ps+topk:0.1", "--servers", str(servers)) if servers else ("--strategy", STRATEGY)
+    flags = (
+        "-n",
+        "4",
+        "--slots",
+        "8",
+        "--lease",
+        "1.5",
+        *strategy,
+        "--checkpoint-every",
+        "20",
+        "--store",
+        etcd.address,
+    )
+    with machines.spread(tmp_path, machines.SCRIPT, 2, *flags) as run:
+        run.wait_for(lambda: any(found.step > 40 for found in listed(str(run.folder / "checkpoints"))), "a checkpoint")
+        run.kill_machine(0)
+        shutil.rmtree(run.folder / "checkpoints")
+        told = run.wait_for_event("rolled back")
+        assert told["step"] > 40 and told["step"] % 20 == 1, "not at the end of an epoch, of 4 steps"
+        summary = machines.summary_of(run)
+    assert summary["weights_sha256"] == one.weights
+    assert summary["rollbacks"] == 1
