@@ -39,7 +39,7 @@ class Terminal:
         self._own_bar = False
         """The script draws a bar of its own (it uses \\r): ours keeps out of its way."""
         self._last_plain = time.monotonic()
-        self._seen: tuple[float, int] | None = None
+        self._seen: tuple[float, int, int] | None = None
         """When samples were counted last, and how many; from the first step on, so that no start-up is in it."""
         self._rate = ""
 
@@ -67,10 +67,11 @@ class Terminal:
         if main.phase in (Phase.STARTING, Phase.FINISHED) or not main.step:
             return
         now = time.monotonic()
-        then, before = self._seen = self._seen or (now, main.samples)
-        if now - then >= 1.0:
+        then, before, step = self._seen = self._seen or (now, main.samples, main.step)
+        trains_apart = main.samples == before and main.step != step  # its samples count at the next exchange
+        if now - then >= 1.0 and not trains_apart:
             self._rate = f"{(main.samples - before) / (now - then):,.0f} samples/s"
-            self._seen = (now, main.samples)
+            self._seen = (now, main.samples, main.step)
         words = f"epoch {main.epoch + 1}" + (f"  loss {main.metric:.4f}" if main.metric else "")
         if self._err.is_terminal:
             if not self._own_bar:

@@ -43,6 +43,31 @@ def test_the_first_speed_counts_from_the_first_step(
     terminal.close()
 
 
+def test_the_speed_of_replicas_that_train_apart_is_over_a_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their samples count where they meet; who does not go on at all has no speed."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    terminal = Terminal(1)
+    said = []
+    for step, samples in (
+        (1, 0),
+        (40, 0),
+        (50, 6_000),
+        (80, 6_000),
+        (80, 6_000),
+        (90, 6_000),
+        (100, 12_000),
+        (100, 12_000),
+    ):
+        terminal.progress(main_at(step, samples))
+        said.append(terminal._rate)
+        now += 2.0
+    terminal.close()
+    assert said == ["", "", "1,500 samples/s"] + 3 * ["1,500 samples/s"] + ["750 samples/s", "0 samples/s"]
+
+
 def test_the_final_table_counts_in_words() -> None:
     rows = dict(
         summary_rows({"exit": "finished", "steps": 1200, "epochs": 1, "samples": 4800, "wall_s": 2.0}, "runs/x")
