@@ -50,20 +50,9 @@ class Keeping:
         self._last = False
         """Whether the script's last loop ends at this boundary."""
 
-    def capture(self) -> Snapshot:
-        """The state between two steps; its tensors are references until it is written."""
-        return self._around(self._scripts())
-
-    def _scripts(self) -> dict[str, Any]:
-        """What the script's own objects say of themselves. They may do what they like meanwhile, with the weights too (an average
-        that is put in their place, and taken back): so nothing is copied before all have said it."""
-        run = self._run
-        registered = {name: item.state_dict() for name, item in run._registered.items()}
-        return {"registered": registered, "replica": run._replica.capture() | self._gradients()}
-
-    def _around(self, scripts: dict[str, Any], keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
-        """The models' tensors come first. With the keys of `run.kv`, which a newcomer finds where they are, if they are wanted;
-        and with the states of all replicas, where they train apart. The models may be copied already while this runs."""
+    def capture(self, keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
+        """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a newcomer
+        finds where they are, if they are wanted; and with the states of all replicas, where they train apart."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -71,6 +60,8 @@ class Keeping:
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in BITS},
+                "registered": {name: item.state_dict() for name, item in run._registered.items()},
+                "replica": run._replica.capture() | self._gradients(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
                 "keys": run._kv.state_dict() if keys and run._kv is not None else {},
@@ -85,9 +76,7 @@ class Keeping:
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
                 "receipts": [list(receipt) for receipt in self.ledger.recent],
                 "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
-                **scripts,
-            },
-            first=scripts["replica"]["tensors"],
+            }
         )
 
     def _gradients(self) -> dict[str, Any]:
@@ -307,7 +296,7 @@ class Keeping:
             self._take(states)
         if self._scattered is not None:
             with self._run._strategy.whole():
-                self._refuge.leave(self._run.step, lambda: self._around(self._scripts(), keys=True))
+                self._refuge.leave(self._run.step, lambda: self.capture(keys=True))
         if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost
             self._run.terms.gather(_TAKEN, bytes)
 
@@ -326,14 +315,8 @@ class Keeping:
                 if run._feeding.loop.ends(register) and not run.stopped:
                     self._owed = True
                     return
-            scripts, ends = self._scripts(), run._feeding.at_loops_end(run.epoch)
-            self._recorder.take(
-                run.step,
-                run._replica.optimizers,
-                scripts["replica"]["tensors"],
-                lambda: self._around(scripts, keys=True, states=states),
-                ends,
-            )
+            ends = run._feeding.at_loops_end(run.epoch)
+            self._recorder.take(run.step, run._replica.optimizers, self.capture(keys=True, states=states), ends)
             self._owed = False
 
     def _may_publish(self) -> bool:

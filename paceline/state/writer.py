@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -45,28 +46,37 @@ class Writer:
         """`before`: what has to be on the disk first."""
         self._place: Place = place(address)
         self._keep, self._may_publish, self._tell, self._before = keep, may_publish, tell, before
-        self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        self._idle.set()
         self._told = ""
 
     @property
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return not self._idle.is_set()
 
     def write(self, step: int, body: Body, ends: bool = False) -> None:
         """Begin to write; waits for the one before. `ends`: a loop does with this step."""
         self.wait()
-        thread = threading.Thread(target=self._write, args=(step, body, ends), name="paceline-checkpoint", daemon=True)
-        thread.start()
-        self._thread = thread
+        self._idle.clear()
+        try:
+            # Not a `Thread`, whose start() waits until it runs: what it does first is the training's to wait for.
+            _thread.start_new_thread(self._work, (step, body, ends))
+        except BaseException:
+            self._idle.set()
+            raise
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._idle.wait()
 
     def leave_out(self, step: int) -> None:
         """A step for which there is no time: the checkpoint before is still under way."""
         self._say(step, "the one before is still being written")
+
+    def _work(self, step: int, body: Body, ends: bool) -> None:
+        try:
+            self._write(step, body, ends)
+        finally:
+            self._idle.set()
 
     def _write(self, step: int, body: Body, ends: bool) -> None:
         draft: Draft | None = None

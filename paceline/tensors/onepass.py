@@ -21,7 +21,7 @@ The loop for s0 + s1 in fp32, with one out; a line is two registers, only the fi
            jb       next
 
 Sums, products and quotients of vectors are rounded as torch's are: the bits are those of `TreeSum`.
-With one source and no scale the same loop is a copy (`copy`), whatever the bytes stand for.
+With one source and no scale the same loop is a copy (`copy_past_cache`), whatever the bytes stand for; `Copying` makes many.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -45,7 +46,6 @@ _ROWS, _OPERAND, _SCALE = 7, 14, 15
 """The registers: two for each row of sums in the making, one for an operand from memory, one for the scale."""
 _MOST_SOURCES = 24
 """From more than these at once the processor no longer fetches ahead, and `TreeSum` is faster (measured)."""
-_WORTH_IT = 64 << 10  # bytes: what is smaller stays in the cache anyhow
 
 _LOAD, _STREAM, _ADD, _MULTIPLY, _DIVIDE = 0x10, 0x2B, 0x58, 0x59, 0x5E
 _BROADCAST = {torch.float32: 0x18, torch.float64: 0x19}
@@ -88,13 +88,22 @@ class OnePass:
         kernel.run(self._addresses, self._nbytes, ctypes.byref(self._scale(1.0 / divisor if exact else divisor)))
 
 
-def copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Bytes on the host, past the cache where they are many: what the training has in the cache stays there."""
-    lines = out.nbytes - out.nbytes % _LINE
-    if lines < _WORTH_IT or not copy_past_cache(out[:lines].numpy(), source[:lines].numpy()):
-        out.copy_(source)
-        return
-    out[lines:].copy_(source[lines:])
+class Copying:
+    """Bytes of this process that go elsewhere in it, any number of stretches by one call that leaves the interpreter to others: from
+    where, to where and how many, by address. Where they go past the cache, what the training has in it stays there."""
+
+    def __init__(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        self._stretches = stretches = [stretch for stretch in stretches if stretch[2]]
+        self._jobs = (ctypes.c_uint64 * (3 * len(stretches)))(*chain.from_iterable(stretches))
+        past_cache = stretches and all(into % _LINE == 0 for _, into, _ in stretches) and _supported()
+        self._code = _copies() if past_cache else None
+
+    def make(self) -> None:
+        if self._code is not None:
+            self._code.run(self._jobs, ctypes.addressof(self._jobs) + ctypes.sizeof(self._jobs), None)
+            return
+        for out_of, into, nbytes in self._stretches:
+            ctypes.memmove(into, out_of, nbytes)
 
 
 def copy_past_cache(into: NDArray[np.uint8], out_of: NDArray[np.uint8]) -> bool:
@@ -126,6 +135,11 @@ def _kernel(steps: tuple[Step, ...], sources: int, outs: int, dtype: torch.dtype
 
 
 @cache
+def _copies() -> _Kernel:
+    return _Kernel(COPIES)
+
+
+@cache
 def _supported() -> bool:
     """The processor has the instructions, and the system lets us run what we wrote; a hardened one may not."""
     if os.uname().machine != "x86_64" or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
@@ -135,6 +149,39 @@ def _supported() -> bool:
     except OSError:
         return False
     return True
+
+
+COPIES = bytes.fromhex(
+    "49 89 fb"  # mov r11, rdi: stretches of three words each (from, to, bytes)
+    "48 89 f2"  # mov rdx, rsi: where they end
+    "49 8b 33"  # stretch: mov rsi, [r11]
+    "49 8b 7b 08"  # mov rdi, [r11 + 8]
+    "4d 8b 53 10"  # mov r10, [r11 + 16]
+    "4d 89 d1"  # mov r9, r10
+    "49 83 e1 c0"  # and r9, -64: whole lines
+    "31 c0"  # xor eax, eax
+    "4d 85 c9"  # test r9, r9
+    "74 1f"  # jz rest
+    "c5 fc 10 04 06"  # line: vmovups ymm0, [rsi + rax]
+    "c5 fc 10 4c 06 20"  # vmovups ymm1, [rsi + rax + 32]
+    "c5 fc 2b 04 07"  # vmovntps [rdi + rax], ymm0
+    "c5 fc 2b 4c 07 20"  # vmovntps [rdi + rax + 32], ymm1
+    "48 83 c0 40"  # add rax, 64
+    "4c 39 c8"  # cmp rax, r9
+    "72 e1"  # jb line
+    "4c 89 d1"  # rest: mov rcx, r10
+    "4c 29 c9"  # sub rcx, r9
+    "48 01 c6"  # add rsi, rax
+    "48 01 c7"  # add rdi, rax
+    "f3 a4"  # rep movsb
+    "49 83 c3 18"  # add r11, 24
+    "49 39 d3"  # cmp r11, rdx
+    "72 b1"  # jb stretch
+    "0f ae f8"  # sfence: whoever sees what we say next sees these stores
+    "c5 f8 77"  # vzeroupper
+    "c3"  # ret
+)
+"""What `Copying` runs: of each stretch whole lines by stores that do not read what was there, then the bytes that are left."""
 
 
 def machine_code(steps: Sequence[Step], sources: int, outs: int, dtype: torch.dtype, scaling: int | None) -> bytes:

@@ -7,7 +7,7 @@ short header (msgpack) behind them, and that one's length: so tensors can be cop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from paceline.errors import UsageError
-from paceline.tensors import onepass
+from paceline.tensors.onepass import Copying
 
 _ALIGN, _LENGTH = 64, 8
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _TENSOR, _TUPLE, _DICT = "t", "l", "d"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ENCODE = msgspec.msgpack.Encoder().encode
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -36,44 +38,35 @@ class Copy(NamedTuple):
     """A tensor's way into a snapshot's memory."""
 
     source: torch.Tensor
-    target: torch.Tensor
-    """Its bytes, flat."""
-
-    def make(self) -> None:
-        onepass.copy(self.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8), self.target)
-
-    def stretches(self, size: int) -> Iterable[Copy]:
-        """The same of a contiguous tensor, in copies of at most so many bytes."""
-        if self.target.nbytes <= size:
-            return (self,)
-        raw = self.source.detach().view(-1).view(torch.uint8)
-        return map(Copy, raw.split(size), self.target.split(size))
+    at: int
+    """Where its bytes begin there."""
 
 
 class Snapshot:
-    """A tree of state at one moment; its tensors are references until it is written. `first`: those that `copies` puts where
-    they belong though nothing else is known."""
+    """A tree of state at one moment; its tensors are references until it is written."""
 
-    def __init__(self, tree: Any, first: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, tree: Any) -> None:
         self.tree = tree
         tensors: list[torch.Tensor] = []
-        plain = _plain(tree, tensors, "")
-        known = {id(tensor) for tensor in first}
-        self._tensors = [*first, *{id(tensor): tensor for tensor in tensors if id(tensor) not in known}.values()]
-        *starts, self._end = _places(self._tensors)
-        at = {id(tensor): start for tensor, start in zip(self._tensors, starts, strict=True)}
-        listed = [(str(tensor.dtype), list(tensor.shape), at[id(tensor)]) for tensor in tensors]
-        self._header = msgspec.msgpack.encode(_Header(plain, listed, self._end))
+        try:
+            plain = _plain(tree, tensors)
+        except _OddError as odd:
+            raise UsageError(odd.words()) from None
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        *self._starts, self._end = _places(self._tensors)
+        at = {id(tensor): start for tensor, start in zip(self._tensors, self._starts, strict=True)}
+        listed = [(_NAMES[tensor.dtype], list(tensor.shape), at[id(tensor)]) for tensor in tensors]
+        self._header = _ENCODE(_Header(plain, listed, self._end))
         self.nbytes = self._end + len(self._header) + _LENGTH
 
     def lay(self, memory: memoryview) -> list[Copy]:
         """All but the tensors into this memory, of `nbytes`; the copies that are still to be made."""
         memory[self._end :] = self._header + len(self._header).to_bytes(_LENGTH, "little")
-        return copies(self._tensors, memory)
+        tensors = zip(self._tensors, self._starts, strict=True)
+        return [Copy(tensor, at) for tensor, at in tensors if tensor.numel()]
 
     def write(self, memory: memoryview) -> None:
-        for copy in self.lay(memory):
-            copy.make()
+        copying(self.lay(memory), memory).make()
 
     def packed(self) -> bytearray:
         """For a message; where the state is large, `write` into memory at hand saves a copy."""
@@ -99,16 +92,28 @@ class Snapshot:
         return Snapshot(_tree(header.tree, tensors))
 
 
-def copies(tensors: Sequence[torch.Tensor], memory: memoryview) -> list[Copy]:
-    """Of tensors that a snapshot begins with."""
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    starts = zip(tensors, _places(tensors), strict=False)
-    return [Copy(tensor, flat[at : at + _bytes(tensor)]) for tensor, at in starts if tensor.numel()]
+def copying(copies: Iterable[Copy], memory: memoryview) -> Copying:
+    """Of tensors that lie as they are in memory of this process while it is made; of any other what it is now."""
+    begin = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    stretches = []
+    for source, at in copies:
+        if is_plain(source):
+            stretches.append((source.data_ptr(), begin + at, source.nbytes))
+        else:
+            raw = source.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            torch.frombuffer(memory, dtype=torch.uint8)[at : at + len(raw)].copy_(raw)
+    return Copying(stretches)
 
 
-def room_for(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `copies` of these need."""
-    return _places(tensors)[-1]
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it lies as it is in memory of this process."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def places(memory: memoryview) -> list[tuple[int, int]]:
@@ -137,8 +142,18 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _plain(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
-    """The tree with tensors replaced by their numbers; anything that is neither is refused by name."""
+class _OddError(Exception):
+    """Something that does not travel, and where it was met: the way there is put together on the way back."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        self._what, self._advice, self.path = what, advice, ""
+
+    def words(self) -> str:
+        return f"the run's state has a {self._what} at {self.path.lstrip('.') or 'its top'}{self._advice}"
+
+
+def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The tree with tensors replaced by their numbers."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return [_TENSOR, len(tensors) - 1]
@@ -146,18 +161,34 @@ def _plain(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
         return value.item()
     if isinstance(value, _PLAIN):
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-            raise UsageError(f"the run's state has a number of more than 64 bits at {path.lstrip('.') or 'its top'}")
+            raise _OddError("number of more than 64 bits")
         return value
     if isinstance(value, dict):
-        items = [[_plain(k, tensors, path), _plain(v, tensors, f"{path}.{k}")] for k, v in value.items()]
-        return [_DICT, items]
+        return [_DICT, [_item(key, item, tensors) for key, item in value.items()]]
     if isinstance(value, (list, tuple)):
         kind = _TUPLE if isinstance(value, tuple) else ""
-        return [kind, [_plain(item, tensors, f"{path}[{number}]") for number, item in enumerate(value)]]
-    raise UsageError(
-        f"the run's state has a {type(value).__name__} at {path.lstrip('.') or 'its top'}: only tensors and plain values "
-        "(numbers, text, lists, dicts) are handed to other processes; leave it out of state_dict()"
+        return [kind, [_entry(number, item, tensors) for number, item in enumerate(value)]]
+    raise _OddError(
+        type(value).__name__,
+        ": only tensors and plain values (numbers, text, lists, dicts) are handed to other processes; leave it out of state_dict()",
     )
+
+
+def _item(key: Any, item: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    plain = _plain(key, tensors)
+    try:
+        return [plain, _plain(item, tensors)]
+    except _OddError as odd:
+        odd.path = f".{key}{odd.path}"
+        raise
+
+
+def _entry(number: int, item: Any, tensors: list[torch.Tensor]) -> Any:
+    try:
+        return _plain(item, tensors)
+    except _OddError as odd:
+        odd.path = f"[{number}]{odd.path}"
+        raise
 
 
 def _tree(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -17,7 +17,8 @@ from paceline.state import recorder as recorder_module
 from paceline.state.checkpoint import listed
 from paceline.state.recorder import Recorder
 from paceline.state.writer import Writer
-from paceline.tensors.snapshot import Copy, Snapshot
+from paceline.tensors.onepass import Copying
+from paceline.tensors.snapshot import Snapshot
 from tests.tensors.test_snapshot import alike
 
 
@@ -29,7 +30,6 @@ class Gate:
         fill = recorder_module._Taken.fill
 
         def gated(taken: Any) -> None:
-            taken._laid.wait()
             if taken._late:
                 self.reached.set()
                 assert self.open.wait(30)
@@ -80,17 +80,10 @@ class Training:
         """The state as it is now, in memory of its own."""
         return copy.deepcopy(self.state())
 
-    def take(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
+    def take(self, step: int) -> bool:
         free = self.recorder.has_time(step)
         if free:
-            state = self.state()
-            first = [tensor for model in state["models"] for tensor in model.values()]
-
-            def capture() -> Snapshot:
-                meanwhile()
-                return Snapshot(state, first)
-
-            self.recorder.take(step, self.optimizers, first, capture)
+            self.recorder.take(step, self.optimizers, Snapshot(self.state()))
         return free
 
     def written(self) -> dict[int, Any]:
@@ -228,75 +221,6 @@ def test_training_does_not_wait_for_a_slow_writer(training: Training, gate: Gate
     assert list(training.written()) == [1] and alike(training.written()[1], expected)
 
 
-def test_two_threads_copy_what_must_not_be_late(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a stretch in hand while the other one has; the script goes on when both are done."""
-    monkeypatch.setattr(recorder_module, "_STRETCH", 4096)
-    both, met, make = threading.Barrier(2, timeout=30), set[int](), Copy.make
-
-    def together(one: Copy) -> None:
-        if threading.get_ident() not in met:
-            met.add(threading.get_ident())
-            both.wait()
-        make(one)
-
-    monkeypatch.setattr(Copy, "make", together)
-    expected = training.frozen()
-    assert training.take(1)
-    for model in training.models:
-        for tensor in model.state_dict().values():
-            tensor.zero_()
-    training.recorder.finish()
-    assert len(met) == 2 and alike(training.written()[1], expected)
-
-
-def test_the_models_are_copied_while_the_rest_is_put_together(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once there is memory, which the first state has made."""
-    assert training.take(1)
-    training.recorder.finish()
-    wanted = {tensor.data_ptr() for model in training.models for tensor in model.state_dict().values()}
-    copied, all_copied, make = set[int](), threading.Event(), Copy.make
-
-    def noted(one: Copy) -> None:
-        make(one)
-        copied.add(one.source.data_ptr())
-        if wanted <= copied:
-            all_copied.set()
-
-    monkeypatch.setattr(Copy, "make", noted)
-    expected = training.frozen()
-    assert training.take(2, meanwhile=lambda: all_copied.wait(30))
-    assert all_copied.is_set()
-    training.recorder.finish()
-    assert alike(training.written()[2], expected)
-
-
-def test_what_was_copied_into_memory_that_is_too_small_does_not_count(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The models are there when it turns out that the rest has grown."""
-    monkeypatch.setattr(recorder_module, "_SPARE", 0)
-    assert training.take(1)
-    training.recorder.finish()
-    memory, wanted = training.recorder._memory, [t for m in training.models for t in m.state_dict().values()]
-    copied, all_copied, make = list[Copy](), threading.Event(), Copy.make
-
-    def noted(one: Copy) -> None:
-        make(one)
-        copied.append(one)
-        if len(copied) == len(wanted):
-            all_copied.set()
-
-    monkeypatch.setattr(Copy, "make", noted)
-    training.average = torch.optim.swa_utils.AveragedModel(nn.Linear(300, 300))
-    expected = training.frozen()
-    assert training.take(2, meanwhile=lambda: all_copied.wait(30))
-    training.recorder.finish()
-    assert all_copied.is_set() and training.recorder._memory is not memory
-    assert alike(training.written()[2], expected)
-
-
 def test_a_thread_that_cannot_be_started_leaves_nothing_waiting(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,35 +238,26 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_waiting(
     assert list(training.written()) == [2] and alike(training.written()[2], expected)
 
 
-def test_a_state_that_is_refused_leaves_nothing_waiting(training: Training) -> None:
-    assert training.take(1)
-    training.recorder.finish()
-
-    def refuse() -> None:
-        raise ValueError("a function is no state")
-
-    with pytest.raises(ValueError, match="no state"):
-        training.take(2, meanwhile=refuse)
-    training.recorder.finish()
-    assert list(training.written()) == [1] and "step 2: its state could not be put together" in training.told[0]
-
-
 def test_a_state_that_could_not_be_copied_is_not_kept(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, script = Copy.make, threading.get_ident()
+    """What must not be late raises in the script's thread, what may be is told by the writer's."""
+    make, script = Copying.make, threading.get_ident()
 
-    def broken(one: Copy) -> None:
-        if threading.get_ident() == script:
-            raise MemoryError
+    def broken(one: Copying, here: bool) -> None:
+        if (threading.get_ident() == script) == here:
+            raise MemoryError("no memory")
         make(one)
 
-    fill, begun = recorder_module._Taken.fill, threading.Event()
-    monkeypatch.setattr(Copy, "make", broken)
-    monkeypatch.setattr(recorder_module._Taken, "fill", lambda taken: begun.wait(30) and fill(taken))
+    monkeypatch.setattr(Copying, "make", lambda one: broken(one, here=True))
     with pytest.raises(MemoryError):
         training.take(1)
-    begun.set()
     training.recorder.finish()
-    assert training.written() == {} and len(training.told) == 1
+    assert training.written() == {} and not training.told
+    monkeypatch.setattr(Copying, "make", lambda one: broken(one, here=False))
+    assert training.take(2)
+    training.recorder.finish()
+    assert training.written() == {} and training.told == [
+        "no checkpoint at step 2: no memory; training goes on, older checkpoints stay"
+    ]
 
 
 def test_memory_is_used_again_and_grows_when_it_must(training: Training) -> None:

@@ -102,18 +102,30 @@ def test_what_it_cannot_add_it_leaves_to_others(odd: torch.Tensor) -> None:
     assert not OnePass.can([even, even], PAIR.steps, [odd])
 
 
-_skip = st.sampled_from([0, 0, 0, 1, 32])
+def address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
 
 
-@given(size=st.integers(0, 3 * onepass._WORTH_IT), skip=_skip, out_skip=_skip, seed=st.integers(0, 99))
-def test_a_copy_is_the_same_bytes_and_no_more(size: int, skip: int, out_skip: int, seed: int) -> None:
-    """Any bytes, signalling NaNs among them: nothing is computed with them."""
-    count = size // LINE + 1
-    source = lines(count, torch.uint8, skip)[:size].random_(generator=torch.Generator().manual_seed(seed))
-    memory = lines(count + 2, torch.uint8, out_skip).fill_(7)
-    before, out, behind = memory.split([LINE, size, len(memory) - LINE - size])
-    onepass.copy(source, out)
-    assert torch.equal(out, source) and before.eq(7).all() and behind.eq(7).all()
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_avx), False], ids=["native", "libc"])
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_copies_are_the_same_bytes_and_no_more(native: bool, data: st.DataObject, seed: int) -> None:
+    """Any bytes, from anywhere; past the cache where all go to the beginning of a line."""
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 31, 63, 64, 65, 640, 4096, 70_001]), max_size=5))
+    skips = data.draw(st.lists(st.sampled_from([0, 1, 32]), min_size=len(sizes), max_size=len(sizes)))
+    generator = torch.Generator().manual_seed(seed)
+    sources = [
+        lines(size // LINE + 1, torch.uint8, skip)[:size].random_(generator=generator)
+        for size, skip in zip(sizes, skips, strict=True)
+    ]
+    memories = [lines(size // LINE + 3, torch.uint8, 0 if native else 1).fill_(7) for size in sizes]
+    outs = [memory.split([LINE, size, len(memory) - LINE - size]) for memory, size in zip(memories, sizes, strict=True)]
+    made = onepass.Copying(
+        [(address(source), address(out[1]), len(source)) for source, out in zip(sources, outs, strict=True)]
+    )
+    assert (made._code is not None) == (native and any(sizes)) or not any(sizes)
+    made.make()
+    for source, (before, out, behind) in zip(sources, outs, strict=True):
+        assert torch.equal(out, source) and before.eq(7).all() and behind.eq(7).all()
 
 
 @needs_avx
