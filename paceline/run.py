@@ -321,6 +321,7 @@ class Run:
             self._entered = True
             self._feeding.loop.enter() if self._feeding.loop is not None else self.terms.join(self._keeping)
             self.resumed = self._laid = True
+            self._session.resume_from = ""  # the run has done that
         elif self._session.resume_from:
             self._keeping.resume(self._session.resume_from)
             self._stopping.resumed(self.step)

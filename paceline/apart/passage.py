@@ -26,6 +26,8 @@ from paceline.wires.stream import Check, hang_up, ready, receive_into
 _NUMBER = struct.Struct("<q")
 _WORDS = 64 << 20
 _PLAIN = 0
+_TELLING = 64 << 10
+"""Bytes whose way takes long enough to tell what link it is."""
 _THIN = 50e6
 """Bytes a second; what packing saves takes longer on a slower link than packing and unpacking it."""
 _ENCODE = msgspec.msgpack.encode
@@ -86,7 +88,8 @@ class Passage:
         self.say(packed[0].nbytes if packed else _PLAIN)
         for part in packed or [stretch]:
             self._send(part)
-        self._thin = stretch.nbytes < _THIN * (time.monotonic() - begun)
+        if stretch.nbytes >= _TELLING:
+            self._thin = stretch.nbytes < _THIN * (time.monotonic() - begun)
 
     def take(self, stretch: memoryview) -> None:
         size = self.hear()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.data.order import mix
 from paceline.data.receipts import OWN_DRAWS, Loose, Receipt, Tally
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.launch.environment import NEWEST
 from paceline.loop.due import Due
 from paceline.loop.refuge import Refuge
 from paceline.loop.rounds import Rounds
 from paceline.loop.turns import Turns
 from paceline.settings import BITS
+from paceline.state.buddies import NONE
 from paceline.state.checkpoint import Checkpoint, newest_good, step_of, sweep
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.loop.steps import Batch
     from paceline.run import Run
 
-_LINEAGE, _KEYS, _TAKEN, _COLLECTED = mix(203), mix(206), mix(207), mix(208)
+_LINEAGE, _KEYS, _TAKEN, _COLLECTED, _MAINS = mix(203), mix(206), mix(207), mix(208), mix(210)
 
 
 class Keeping:
@@ -50,9 +51,9 @@ class Keeping:
         self._last = False
         """Whether the script's last loop ends at this boundary."""
 
-    def capture(self, keys: bool = False, states: Sequence[bytes] = ()) -> Snapshot:
-        """The state between two steps; its tensors are references until it is written. With the keys of `run.kv`, which a newcomer
-        finds where they are, if they are wanted; and with the states of all replicas, where they train apart."""
+    def capture(self, mains: Mapping[str, Any] | None = None, states: Sequence[bytes] = ()) -> Snapshot:
+        """The state between two steps; its tensors are references until it is written. With what is `mains`, of which a newcomer
+        finds the keys of `run.kv` where they are; and with the states of all replicas, where they train apart."""
         run, stepper = self._run, self._run._stepper
         assert stepper is not None
         if run.is_main:
@@ -64,7 +65,7 @@ class Keeping:
                 "replica": run._replica.capture() | self._gradients(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
-                "keys": run._kv.state_dict() if keys and run._kv is not None else {},
+                "keys": {},
                 "state": run.state,
                 "metrics": run.metrics,
                 "stopped": run.stopped,
@@ -76,6 +77,7 @@ class Keeping:
                 "lineage": [self.ledger.lineage, self.ledger.head.first],
                 "receipts": [list(receipt) for receipt in self.ledger.recent],
                 "states": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states],
+                **(mains or {}),
             }
         )
 
@@ -127,14 +129,23 @@ class Keeping:
             return
         name, state = self._refuge.newest(self._run.terms, self._newest)
         if state:
-            self._go_on_from(Snapshot.read(memoryview(state)), "the copy in memory")
+            self._go_on_from(Snapshot.read(state), "the copy in memory")
         elif name:
             self._resume(name)
         self._run._session.rolled_back(self._run.step)
 
-    def _newest(self) -> str:
-        """Main looks for it: while a checkpoint is written over or passed over, others might find another one."""
-        found = newest_good(self._address, self._tell) if self._run.is_main else None
+    def _newest(self, above: int) -> str:
+        """Of those above this step. Main looks for it: while a checkpoint is written over or passed over, others might find
+        another one."""
+        if not self._run.is_main:
+            return ""
+        try:
+            found = newest_good(self._address, self._tell, above=above)
+        except (OSError, PacelineError) as error:
+            if above == NONE:
+                raise
+            self._tell(f"{error}; going back to step {above}, which is in memory")
+            return ""
         return found.name if found is not None else ""
 
     def _resume(self, name: str) -> None:
@@ -163,6 +174,8 @@ class Keeping:
         self._due = Due(run.step)
         run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
         self._bring_back(snapshot.tree["keys"])
+        if run.is_main:
+            self.ledger.close()  # of a state in memory not all receipts need to be written yet
         self.ledger.lineage = -1  # the checkpoint's has ended
         run.resumed, run._stopping.reason = True, None
         if run.is_main:
@@ -220,17 +233,18 @@ class Keeping:
         if (every and (self._due.now or run.stopped)) or agreed > run._session.view.term:
             self._collect()  # now: one who begins to follow at this boundary is told what comes of every meeting behind it
         # Where all meet about a checkpoint that is taken, they do so before somebody is let in who knows nothing of it.
-        if every and self._may_lag:
+        if every and self._meets:
             self._write_if_due()
         run.terms.boundary(agreed, self, gives_state=not self._lets_nobody_in)
-        if every and not self._may_lag:
+        if every and not self._meets:
             self._write_if_due()
 
     @property
     def _lets_nobody_in(self) -> bool:
         """Where a loop over a loader ends that is entered again: who came here would have nothing left of it, and not the names that
-        only its body sets. The next step's lanes have the same term."""
-        return self._due.ends and not self._run.stopped and not isinstance(self._run._feeding.loop, Rounds)
+        only its body sets. The next step's lanes have the same term; behind the last loop there is none, and the run ends without it."""
+        ends = self._due.ends or self._last
+        return ends and not self._run.stopped and not isinstance(self._run._feeding.loop, Rounds)
 
     def _decide(self, ends: bool, last: bool = False) -> None:
         """Before anybody gets the state of this boundary: who comes here has to know what the others do next. The end of the
@@ -276,9 +290,14 @@ class Keeping:
         return isinstance(strategy, Stepwise) and strategy.may_lag
 
     @property
+    def _meets(self) -> bool:
+        """Whether all meet about a checkpoint where a step ends."""
+        return self._may_lag or self._scattered is not None
+
+    @property
     def _takes_all(self) -> bool:
         """Whether all workers have a part in a checkpoint: then it is taken where all know it to be due."""
-        return self._may_lag or self._scattered is not None or isinstance(self._run._feeding.loop, Rounds)
+        return self._meets or isinstance(self._run._feeding.loop, Rounds)
 
     @property
     def _scattered(self) -> Lasting | None:
@@ -295,10 +314,23 @@ class Keeping:
         if self._run.is_main:
             self._take(states)
         if self._scattered is not None:
-            with self._run._strategy.whole():
-                self._refuge.leave(self._run.step, lambda: self.capture(keys=True))
+            self._leave_on_machines()
         if self._may_lag:  # nobody goes on before main has it: servers have one state, that of the foremost
             self._run.terms.gather(_TAKEN, bytes)
+
+    def _leave_on_machines(self) -> None:
+        """What main alone knows it tells all, and nobody goes on before it has: main's next step may push to `run.kv`."""
+        run = self._run
+        told = run.terms.gather(_MAINS, lambda: Snapshot(self._mains()).to_bytes() if run.is_main else b"")
+        if self._refuge.claim():
+            mains = Snapshot.read(memoryview(next(filter(None, told)))).tree
+            with run._strategy.whole():
+                self._refuge.leave(run.step, self.capture(mains))
+
+    def _mains(self) -> dict[str, Any]:
+        """What of a checkpoint is not the same for all workers, or is at the servers."""
+        run = self._run
+        return {"keys": run._kv.state_dict() if run._kv is not None else {}, "state": run.state, "metrics": run.metrics}
 
     def _take(self, states: Sequence[bytes]) -> None:
         """Training does not wait for a disk, but at its end: there is no later step that could give one."""
@@ -316,7 +348,7 @@ class Keeping:
                     self._owed = True
                     return
             ends = run._feeding.at_loops_end(run.epoch)
-            self._recorder.take(run.step, run._replica.optimizers, self.capture(keys=True, states=states), ends)
+            self._recorder.take(run.step, run._replica.optimizers, self.capture(self._mains(), states), ends)
             self._owed = False
 
     def _may_publish(self) -> bool:

@@ -187,11 +187,11 @@ def sweep(address: str) -> None:
             place(address).sweep()
 
 
-def newest_good(address: str, tell: Callable[[str], None], inside: bool = False) -> Checkpoint | None:
+def newest_good(address: str, tell: Callable[[str], None], inside: bool = False, above: int = -1) -> Checkpoint | None:
     """The newest checkpoint that can be read; each damaged one that is passed over is told about. `inside`: rather an older
-    one than one where a loop ends."""
+    one than one where a loop ends. Those up to step `above` are not looked at."""
     at_an_end = None
-    for checkpoint in reversed(listed(address)):
+    for checkpoint in reversed([found for found in listed(address) if found.step > above]):
         try:
             manifest = checkpoint.check()
         except ValueError as error:

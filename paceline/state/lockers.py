@@ -71,7 +71,8 @@ class Locker:
         generation, room, side = (int(word) for word in self._entries[self._current[0] - 1][:3])
         side = 1 - side
         if nbytes > room:  # of the first state, and once the optimizer has one
-            generation, room, side = generation + 1, nbytes + _SPARE, 0
+            more = max(_SPARE, nbytes // 2) if generation > 1 else _SPARE  # what has grown twice goes on growing
+            generation, room, side = generation + 1, nbytes + more, 0
         self._next = generation, room, side, nbytes
         return self._mapped(generation, room).raw(side * room, nbytes)
 

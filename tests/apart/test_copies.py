@@ -131,6 +131,7 @@ class Worker:
 def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     """`thin`: all pieces but the first are packed."""
     monkeypatch.setattr(alike, "_MOST", 1000)
+    monkeypatch.setattr(passage, "_TELLING", 1000)
     monkeypatch.setattr(passage, "_THIN", math.inf if request.param == "thin" else 0.0)
     found = Network(Identity.make() if request.param == "tls" else None)
     yield found

@@ -10,7 +10,7 @@ import pytest
 from paceline.state.checkpoint import listed
 from tests.alone import Alone
 from tests.end_to_end import machines
-from tests.end_to_end.launching import WAITS, ended, finish, launch, paceline
+from tests.end_to_end.launching import HEAD, WAITS, ended, finish, launch, paceline
 from tests.end_to_end.test_kills import SCRIPT, SLOTS, check, learned
 from tests.etcd import Etcd
 
@@ -126,3 +126,69 @@ def test_the_first_machine_is_lost_with_its_disk(tmp_path: Path, servers: int, a
         summary = machines.summary_of(run)
     assert summary["weights_sha256"] == one.weights
     assert summary["rollbacks"] == 1
+
+
+MAINS = (
+    HEAD
+    + """
+import os, time
+died, go = run.dir / "died", run.dir / "go"
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(30):
+    for batch in loader:
+        if run.is_main:
+            if run.step == 0:
+                run.kv.push("count", torch.zeros(1), "assign").result()
+            assert run.kv.push_pull("count", torch.ones(1)).result().tensor.item() == run.step + 1
+        else:
+            run.kv
+        for x, y in run.slots():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step(); optimizer.zero_grad()
+        if run.step % 10 == 0:
+            run.log(loss=1.0 if run.is_main else 0.1)
+        if run._session.worker == 3 and run.step == 43 and not died.exists():
+            died.touch(); os.kill(os.getpid(), 9)
+"""
+)
+
+
+def test_what_main_alone_knows_is_mains_in_every_machines_memory(tmp_path: Path) -> None:
+    """Keys as they were when main had them, though it goes on; metrics that the others log otherwise and a target is held against."""
+    flags = ("-n", "4", "--slots", "8", "--servers", "2", "--checkpoint-every", "20", "--target", "loss<=0.5")
+    with machines.spread(tmp_path, MAINS, 2, *flags, "--strategy", "ps+topk:0.1") as run:
+        result = ended(run)
+    assert result.summary["steps"] == 120 and result.summary["rollbacks"] == 1, result.err
+    assert "(the copy in memory)" in result.err
+
+
+SLOW_DISK = (
+    HEAD
+    + """
+import os
+died = run.dir / "died"
+run.prepare(model, optimizer, loader)
+had = run._keeping._recorder.has_time
+run._keeping._recorder.has_time = lambda step: step < 30 and had(step)
+for epoch in run.epochs(30):
+    for batch in loader:
+        for x, y in run.slots():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        if run.is_main and run.step == 43 and not died.exists():
+            died.touch(); os.kill(os.getpid(), 9)
+        optimizer.step(); optimizer.zero_grad()
+"""
+)
+
+
+def test_a_state_in_memory_has_its_receipts(tmp_path: Path) -> None:
+    """Those that main had not written when it died; the checkpoint on disk was still the one before."""
+    flags = ("-n", "4", "--slots", "8", "--strategy", STRATEGY, "--checkpoint-every", "20")
+    with machines.spread(tmp_path, SLOW_DISK, 2, *flags) as run:
+        result = ended(run)
+    (back,) = [event for event in result.events() if event["event"] == "rolled back"]
+    assert back["step"] > 40
+    done = paceline("verify", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout

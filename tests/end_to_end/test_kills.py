@@ -382,9 +382,9 @@ AT_ITS_END = (
     HEAD
     + """
 import os, sys, time
-dying, losses = sys.argv[1:] == ["dying"], []
+dying, losses = sys.argv[2:] == ["dying"], []
 run.prepare(model, optimizer, loader)
-for epoch in run.epochs(4):
+for epoch in run.epochs(int(sys.argv[1])):
     for batch in loader:
         for x, y in run.slots():
             if dying and run._session.worker == 1 and run.step == 5:
@@ -400,10 +400,11 @@ for epoch in run.epochs(4):
 )
 
 
-def test_nobody_is_let_in_where_an_epoch_ends(tmp_path: Path, alone: Alone) -> None:
+@pytest.mark.parametrize(("epochs", "joined"), [("4", [3]), ("2", [])], ids=["later", "never"])
+def test_nobody_is_let_in_where_an_epoch_ends(tmp_path: Path, alone: Alone, epochs: str, joined: list[int]) -> None:
     """Names that only the loop's body sets are used behind it, as most scripts do."""
-    one = alone(tmp_path, AT_ITS_END, slots=4)
-    done = launch(tmp_path, AT_ITS_END, "-n", "3", "--slots", "4", args=("dying",))
+    one = alone(tmp_path, AT_ITS_END, slots=4, args=(epochs,))
+    done = launch(tmp_path, AT_ITS_END, "-n", "3", "--slots", "4", args=(epochs, "dying"))
     assert done.weights == one.weights, done.err
-    assert [event["worker"] for event in done.events() if event["event"] == "joined"] == [3]
+    assert [event["worker"] for event in done.events() if event["event"] == "joined"] == joined
     assert not [event for event in done.events() if event["event"] == "raised"]

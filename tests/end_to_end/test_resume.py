@@ -16,7 +16,7 @@ from paceline.settings import Settings
 from paceline.state.checkpoint import listed
 from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
-from tests.end_to_end.launching import ended, going, launch, paceline, write_script
+from tests.end_to_end.launching import HEAD, ended, going, launch, paceline, write_script
 
 SCRIPT = """
 import os, time, torch, torch.nn.functional as F
@@ -402,6 +402,41 @@ def test_rounds_that_a_script_asks_for_are_known_to_a_resume(tmp_path: Path) -> 
     assert done.summary["exit"] == "finished", done.err
     again = paceline("resume", "--runs", "runs", "it", "--epochs", "50", cwd=tmp_path)
     assert again.returncode == 2 and "rounds=2 is part of the run's strategy" in again.stderr
+
+
+TWO_LOOPS = (
+    HEAD
+    + """
+import os, time
+run.prepare(model, optimizer, loader)
+again = run.dir / "again"
+for count in (6, 6):
+    for epoch in run.epochs(count):
+        for batch in loader:
+            for x, y in run.slots():
+                if again.exists() and run._session.worker == 1 and run.step == 18:
+                    os.kill(os.getpid(), 9)
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+            if not again.exists() and run.step == 15:
+                if run.is_main:
+                    again.touch()
+                run.stop("pause")
+            while run.step == 20 and not (run._session.joining or run._session.board.next_term > 2):
+                time.sleep(0.001)  # in the first loop: the newcomer goes on into the second
+"""
+)
+
+
+def test_who_comes_into_a_resumed_run_resumes_it_no_second_time(tmp_path: Path, alone: Alone) -> None:
+    one = alone(tmp_path, TWO_LOOPS.replace("run.stop", "str").replace("while", "while False and"), slots=6)
+    launch(tmp_path, TWO_LOOPS, "-n", "3", "--slots", "6", "--checkpoint-every", "4", "--name", "it")
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (tmp_path / "runs" / "it" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("joined") == 1
+    assert json.loads((tmp_path / "runs" / "it" / "summary.json").read_text())["weights_sha256"] == one.weights
 
 
 def test_without_a_checkpoint_resume_says_what_to_do(tmp_path: Path) -> None:

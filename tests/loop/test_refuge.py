@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,14 +38,16 @@ def refuge() -> Iterator[Callable[..., Refuge]]:
         made = Refuge(session)
         all_made.append(made)
         for step in steps:
-            made.leave(step, partial(Snapshot, {"step": step}))
+            if made.claim():
+                made.leave(step, Snapshot({"step": step}))
         return made
 
     yield make
     while all_made:
-        locker = all_made.pop()._locker
-        assert locker is not None
-        locker.close()
+        with suppress(ResourceError):
+            locker = all_made.pop()._locker
+            assert locker is not None
+            locker.close()
     for fd in held.values():
         os.close(fd)
 
@@ -61,44 +63,52 @@ class Terms:
         return [own if said is MINE else said for said in self._meetings.pop(0)]
 
 
-def at(step: int, name: str = "") -> bytes:
-    return step.to_bytes(8, "little", signed=True) + name.encode()
+def at(step: int) -> bytes:
+    return step.to_bytes(8, "little", signed=True)
 
 
 def went_back(refuge: Refuge, rank: int, written: int, *meetings: list[bytes | None]) -> Any:
-    """To which step: in memory, by its state; on disk, by its name."""
+    """To which step: in memory, by its state; on disk, by its name. `written`: the newest there that main knows of."""
     terms: Any = Terms(rank, *meetings)
-    name, state = refuge.newest(terms, lambda: name_of(written) if written else "")
+    name, state = refuge.newest(terms, lambda above: name_of(written) if written > max(above, 0) else "")
     assert not terms._meetings
     return Snapshot.read(memoryview(state)).tree["step"] if state else name
 
 
 def test_the_newest_state_in_memory_counts(refuge: Callable[..., Refuge]) -> None:
-    assert went_back(refuge(20, 40), 0, 40, [MINE, at(20)], [MINE, b""]) == 40, "no older than what is on disk"
+    assert went_back(refuge(20, 40), 0, 40, [MINE, at(20)], [MINE, b""], [MINE, b""]) == 40, "no older than on disk"
+
+
+def test_what_every_machine_has_is_sent_to_nobody(refuge: Callable[..., Refuge]) -> None:
+    assert went_back(refuge(40), 1, 0, [at(40), MINE, at(40)], [b"", MINE, b""]) == 40
 
 
 def test_another_machines_may_be_newer(refuge: Callable[..., Refuge]) -> None:
     theirs = bytes(Snapshot({"step": 60}).packed())
-    assert went_back(refuge(40), 0, 40, [MINE, at(NO_STATE), at(60), at(60)], [MINE, b"", theirs, b""]) == 60
+    meetings = [MINE, at(NO_STATE), at(60), at(60)], [MINE, b"", b"", b""], [MINE, b"", theirs, b""]
+    assert went_back(refuge(40), 0, 40, *meetings) == 60
 
 
 @pytest.mark.parametrize("steps", [(), (40,)], ids=["none", "older"])
 def test_a_newer_checkpoint_on_disk_counts(refuge: Callable[..., Refuge], steps: tuple[int, ...]) -> None:
-    assert went_back(refuge(*steps), 0, 60, [MINE, at(NO_STATE)]) == name_of(60)
-    assert went_back(refuge(*steps), 1, 0, [at(40, name_of(60)), MINE]) == name_of(60), "which main knows of"
+    assert went_back(refuge(*steps), 0, 60, [MINE, at(NO_STATE)], [MINE, b""]) == name_of(60)
+    assert went_back(refuge(*steps), 1, 0, [at(40), MINE], [name_of(60).encode(), MINE]) == name_of(60), (
+        "main knows of it"
+    )
 
 
 def test_with_neither_the_run_begins_again(refuge: Callable[..., Refuge]) -> None:
-    assert went_back(refuge(), 0, 0, [MINE, at(NO_STATE)]) == ""
+    assert went_back(refuge(), 0, 0, [MINE, at(NO_STATE)], [MINE, b""]) == ""
 
 
 def test_if_whoever_had_it_is_lost_the_next_best_counts(refuge: Callable[..., Refuge]) -> None:
-    assert went_back(refuge(40), 0, 0, [MINE, at(60)], [MINE], [MINE], [MINE]) == 40
+    assert went_back(refuge(40), 0, 0, [MINE, at(60)], [MINE, b""], [MINE], [MINE], [MINE]) == 40
 
 
+@pytest.mark.parametrize("room", [4096, 100], ids=["none for a state", "none at all"])
 def test_a_machine_without_memory_says_so_once_and_has_none(
-    refuge: Callable[..., Refuge], capsys: pytest.CaptureFixture[str]
+    refuge: Callable[..., Refuge], capsys: pytest.CaptureFixture[str], room: int
 ) -> None:
-    small = refuge(20, 40, room=4096)
-    assert capsys.readouterr().err.count("this machine's memory has no copy of the run's state (no memory)") == 1
-    assert went_back(small, 0, 20, [MINE, at(NO_STATE)]) == name_of(20)
+    small = refuge(20, 40, room=room)
+    assert capsys.readouterr().err.count("no copy of the run's state at step 0 or later fits") == 1
+    assert went_back(small, 0, 20, [MINE, at(NO_STATE)], [MINE, b""]) == name_of(20)

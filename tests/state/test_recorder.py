@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import threading
 from collections.abc import Callable, Iterator
@@ -224,11 +225,11 @@ def test_training_does_not_wait_for_a_slow_writer(training: Training, gate: Gate
 def test_a_thread_that_cannot_be_started_leaves_nothing_waiting(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(_thread, "start_new_thread", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
             training.take(1)
     training.recorder.finish()
