@@ -224,11 +224,11 @@ def test_replacements_carry_on_alone(tmp_path: Path, undisturbed: Undisturbed) -
 
 
 def test_joining_at_the_end_of_an_epoch_and_of_the_run(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Steps 7 and 31 are the last ones of their epochs: the newcomer goes straight to evaluate()."""
-    orders = ["1:5:batch", "hold:7:3", "2:29:batch", "hold:31:5"]
+    """Steps 7 and 31 are the last ones of their epochs: who comes there is let in behind step 8, and behind the last one never."""
+    orders = ["1:5:batch", "hold:7:3", "2:31:batch", "hold:31:5"]
     result = launch(tmp_path, SCRIPT, "-n", "3", *SLOTS, args=("small", "0", *orders))
     check(result, undisturbed("small"), tmp_path, 2)
-    assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [3, 4]
+    assert [event["worker"] for event in result.events() if event["event"] == "joined"] == [3]
 
 
 def test_loader_processes_and_augmentation(tmp_path: Path, undisturbed: Undisturbed) -> None:
