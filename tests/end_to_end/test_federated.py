@@ -155,7 +155,6 @@ def test_a_client_is_late_when_a_quorum_has_come(tmp_path: Path) -> None:
     assert paceline("verify", "it", cwd=tmp_path).returncode == 0
 
 
-
 def test_half_drop_out_at_random_and_fedprox_trains_with_those_that_remain(tmp_path: Path, alone: Alone) -> None:
     """One of three rounds has too few of them."""
     found = []
