@@ -41,6 +41,8 @@ class Terminal:
         self._last_plain = time.monotonic()
         self._seen: tuple[float, int, int] | None = None
         """When samples were counted last, and how many; from the first step on, so that no start-up is in it."""
+        self._in_rounds = False
+        """Samples count where replicas that train apart meet: while they are on their way there, or exchange, the speed stands."""
         self._rate = ""
 
     def output(self, who: str, line: str) -> None:
@@ -68,8 +70,8 @@ class Terminal:
             return
         now = time.monotonic()
         then, before, step = self._seen = self._seen or (now, main.samples, main.step)
-        trains_apart = main.samples == before and main.step != step  # its samples count at the next exchange
-        if now - then >= 1.0 and not trains_apart:
+        self._in_rounds |= main.samples == before and main.step > step + 1  # by one: it is just telling
+        if now - then >= 1.0 and (main.samples != before or not self._in_rounds):
             self._rate = f"{(main.samples - before) / (now - then):,.0f} samples/s"
             self._seen = (now, main.samples, main.step)
         words = f"epoch {main.epoch + 1}" + (f"  loss {main.metric:.4f}" if main.metric else "")

@@ -43,29 +43,34 @@ def test_the_first_speed_counts_from_the_first_step(
     terminal.close()
 
 
-def test_the_speed_of_replicas_that_train_apart_is_over_a_round(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("seen", "speeds"),
+    [
+        pytest.param(
+            [(1, 0), (40, 0), (50, 6_000), (80, 6_000), (80, 6_000), (100, 6_000), (100, 6_000), (100, 12_000)],
+            ["", "", *5 * ["1,500 samples/s"], "600 samples/s"],
+            id="replicas that train apart: over a round, whose exchange may take long",
+        ),
+        pytest.param(
+            [(1, 64), (2, 128), (2, 128), (3, 128), (3, 192)],
+            ["", "32 samples/s", "0 samples/s", "0 samples/s", "32 samples/s"],
+            id="all others: who does not go on has none, whether its step is told before its samples or not",
+        ),
+    ],
+)
+def test_the_speed_follows_where_samples_count(
+    monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, int]], speeds: list[str]
 ) -> None:
-    """Their samples count where they meet; who does not go on at all has no speed."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     terminal = Terminal(1)
     said = []
-    for step, samples in (
-        (1, 0),
-        (40, 0),
-        (50, 6_000),
-        (80, 6_000),
-        (80, 6_000),
-        (90, 6_000),
-        (100, 12_000),
-        (100, 12_000),
-    ):
+    for step, samples in seen:
         terminal.progress(main_at(step, samples))
         said.append(terminal._rate)
         now += 2.0
     terminal.close()
-    assert said == ["", "", "1,500 samples/s"] + 3 * ["1,500 samples/s"] + ["750 samples/s", "0 samples/s"]
+    assert said == speeds
 
 
 def test_the_final_table_counts_in_words() -> None:
