@@ -93,3 +93,16 @@ def test_agents_and_verbs_import_no_torch(room: str) -> None:
     names = [name for name in MODULES if room_of(name) == room and name not in programs]
     check = f"import sys; [__import__(name) for name in {names!r}]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0, f"a module of {names} imports torch"
+
+
+def test_each_meeting_has_a_number_of_its_own() -> None:
+    """Workers that came to different places must be seen to: two meetings of one number would be taken for one."""
+    numbers: dict[int, str] = {}
+    for module, path in MODULES.items():
+        for line in ast.parse(path.read_text()).body:
+            for call in ast.walk(line) if isinstance(line, ast.Assign) else ():
+                match call:
+                    case ast.Call(func=ast.Name(id="mix"), args=[ast.Constant(value=int(number))]):
+                        assert number not in numbers, f"{number} is one of {numbers[number]} and of {module}"
+                        numbers[number] = module
+    assert len(numbers) > 20

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.loop.steps import Batch
     from paceline.run import Run
 
-_LINEAGE, _KEYS, _TAKEN, _COLLECTED, _MAINS = mix(203), mix(206), mix(207), mix(208), mix(210)
+_LINEAGE, _KEYS, _TAKEN, _COLLECTED, _MAINS = mix(203), mix(206), mix(207), mix(215), mix(216)
 
 
 class Keeping:
@@ -339,9 +339,9 @@ class Keeping:
                 self._refuge.leave(run.step, self.capture(mains))
 
     def _mains(self) -> dict[str, Any]:
-        """What of a checkpoint is not the same for all workers, or is at the servers."""
+        """What of a checkpoint is not the same for all workers, or is at the servers: whoever was main before may have used keys."""
         run = self._run
-        return {"keys": run._kv.state_dict() if run._kv is not None else {}, "state": run.state, "metrics": run.metrics}
+        return {"keys": run.kv.state_dict() if run.settings.servers else {}, "state": run.state, "metrics": run.metrics}
 
     def _take(self, states: Sequence[bytes]) -> None:
         """Training does not wait for a disk, but at its end: there is no later step that could give one."""

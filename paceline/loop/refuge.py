@@ -7,7 +7,7 @@ So any machine may be lost, with its disk and a checkpoint that was being writte
 
 from __future__ import annotations
 
-import sys
+import struct
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -17,12 +17,15 @@ from paceline.errors import ResourceError
 from paceline.state.buddies import NONE
 from paceline.state.lockers import Locker
 from paceline.tensors.snapshot import Snapshot
+from paceline.wires.telling import tell
 
 if TYPE_CHECKING:
     from paceline.worker.session import Session
     from paceline.worker.terms import Terms
 
-_FOUND, _WRITTEN, _SENT = mix(205), mix(211), mix(209)
+_FOUND, _WRITTEN, _SENT = mix(205), mix(217), mix(218)
+_WHERE = struct.Struct("<qq")
+"""The step of what lies here, and this worker's number: a rank changes when somebody is lost meanwhile."""
 
 
 class Refuge:
@@ -56,25 +59,26 @@ class Refuge:
     def _tell(self, error: ResourceError) -> None:
         if not self._told:
             self._told = True
-            sys.stderr.write(
-                f"paceline: no copy of the run's state at step {max(self._step, 0)} or later fits into this machine's memory "
-                f"({error}): if the others have none either, a death takes the run further back, or to its newest checkpoint on disk\n"
+            tell(
+                f"no copy of the run's state at step {max(self._step, 0)} or later fits into this machine's memory "
+                f"({error}): if the others have none either, a death takes the run further back, or to its newest checkpoint on disk"
             )
 
     def newest(self, terms: Terms, written: Callable[[int], str]) -> tuple[str, memoryview]:
         """What all go back to: a checkpoint by its name, if main finds one on disk that is newer than any state in memory
         (`written(step)`), or such a state; or neither. Nobody trains meanwhile."""
         while True:
-            everyone = terms.gather(_FOUND, lambda: self._step.to_bytes(8, "little", signed=True))
-            steps = [int.from_bytes(step, "little", signed=True) for step in everyone]
-            newest = max(steps)
+            everyone = terms.gather(_FOUND, lambda: _WHERE.pack(self._step, self._session.worker))
+            found: list[tuple[int, int]] = [_WHERE.unpack(said) for said in everyone]
+            newest, owner = max(found)
             name = terms.gather(_WRITTEN, partial(_encoded, written, newest))[0].decode()
             if name or newest == NONE:
                 return name, memoryview(b"")
-            if self._locker is not None and min(steps) == newest:
-                return "", self._locker.look()
-            sends = terms.peers.rank == steps.index(newest)
-            sent = terms.gather(_SENT, partial(self._lying, sends))
+            if min(found)[0] == newest:
+                return "", self._lying()
+            sent = terms.gather(
+                _SENT, lambda owner=owner: bytes(self._lying()) if owner == self._session.worker else b""
+            )
             if any(sent):  # else who had it is gone
                 return "", memoryview(max(sent, key=len))
 
@@ -85,9 +89,9 @@ class Refuge:
         except ResourceError:
             return NONE
 
-    def _lying(self, wanted: bool) -> bytes:
-        assert not wanted or self._locker is not None
-        return bytes(self._locker.look()) if wanted and self._locker is not None else b""
+    def _lying(self) -> memoryview:
+        assert self._locker is not None
+        return self._locker.look()
 
 
 def _encoded(written: Callable[[int], str], newest: int) -> bytes:

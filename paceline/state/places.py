@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from paceline.errors import UsageError
 
 MANIFEST = "manifest.json"
-_ASIDE, _REMOVED = ".", ".removed"
+_ASIDE, _REMOVED, _GONE = ".", ".removed", ".gone"
 _BLOCK = 4096  # bytes: what goes past the page cache goes in whole blocks
 
 
@@ -91,6 +91,8 @@ class _LocalDraft:
         self._aside.mkdir(parents=True)
         self._added: set[str] = set()
         removed = sorted(path for path in folder.glob(f"{_ASIDE}*{_REMOVED}") if not path.is_symlink())
+        if removed and is_fuse(os.stat(folder).st_dev, Path("/proc/self/mountinfo").read_text()):
+            removed = []  # its readers on other machines are unknown to this one's kernel
         self._removed = removed[-1] if removed else None
         if removed:
             _sync(folder)  # no power cut brings its old name back to what it has in it then
@@ -142,12 +144,24 @@ class _LocalDraft:
 
 
 def _discard(path: Path) -> None:
-    """As far as that is possible: what stays is tried again by the next sweep."""
+    """As far as that is possible: what stays is tried again by the next sweep. A folder is renamed first: if its writer, whom we
+    took for dead, publishes it in this moment, one of us finds nothing."""
     with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        if not path.is_dir() or path.is_symlink():
             path.unlink(missing_ok=True)
+            return
+        gone = path
+        if not path.name.endswith(_GONE):
+            gone = path.with_name(path.name + _GONE)
+            os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def is_fuse(device: int, mounts: str) -> bool:
+    """Whether the file system of this number is a process's, by the lines of mountinfo."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    fields = (line.split() for line in mounts.splitlines())
+    return any(each[2] == number and each[each.index("-") + 1].startswith("fuse") for each in fields)
 
 
 def _is_open_here_alone(fd: int) -> bool:

@@ -76,7 +76,7 @@ class _Taken:
     def __init__(self, memory: memoryview, late: Sequence[Copy]) -> None:
         self.memory, self._late = memory, late
         self._copying = copying(late, memory)
-        self._versions = [copy.source._version for copy in late]
+        self._begun_with = [_mark(copy.source) for copy in late]
         self._filled, self._settled = threading.Event(), threading.Event()
         self._why_not = ""
 
@@ -95,7 +95,7 @@ class _Taken:
         """A change that the script has begun has been counted by now."""
         if not self._settled.is_set():
             self._filled.wait()
-            if [copy.source._version for copy in self._late] != self._versions:
+            if [_mark(copy.source) for copy in self._late] != self._begun_with:
                 self._why_not = _CHANGED
             self._late = ()
             self._settled.set()
@@ -108,12 +108,20 @@ class _Taken:
     def fill(self) -> None:
         try:
             self._copying.make()
+        except BaseException as error:
+            self._why_not = f"its state could not be copied: {error}"
+            raise
         finally:
             self._filled.set()
 
     def why_not(self) -> str:
         self._settled.wait()
         return self._why_not
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one if it was changed, or was given other memory."""
+    return tensor._version, tensor.data_ptr()
 
 
 def _quiet(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:

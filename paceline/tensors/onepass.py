@@ -90,9 +90,11 @@ class OnePass:
 
 class Copying:
     """Bytes of this process that go elsewhere in it, any number of stretches by one call that leaves the interpreter to others: from
-    where, to where and how many, by address. Where they go past the cache, what the training has in it stays there."""
+    where, to where and how many, by address. Where they go past the cache, what the training has in it stays there. `held`: whose
+    memory it is, until then."""
 
-    def __init__(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, stretches: Sequence[tuple[int, int, int]], held: object = None) -> None:
+        self._held = held
         self._stretches = stretches = [stretch for stretch in stretches if stretch[2]]
         self._jobs = (ctypes.c_uint64 * (3 * len(stretches)))(*chain.from_iterable(stretches))
         past_cache = stretches and all(into % _LINE == 0 for _, into, _ in stretches) and _supported()

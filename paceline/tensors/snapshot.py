@@ -95,14 +95,18 @@ class Snapshot:
 def copying(copies: Iterable[Copy], memory: memoryview) -> Copying:
     """Of tensors that lie as they are in memory of this process while it is made; of any other what it is now."""
     begin = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    stretches = []
+    stretches, held = [], []
     for source, at in copies:
-        if is_plain(source):
-            stretches.append((source.data_ptr(), begin + at, source.nbytes))
+        values = (
+            source.detach()
+        )  # a tensor of our own: a script may give the other one new memory, and the old would be gone
+        if is_plain(values):
+            stretches.append((values.data_ptr(), begin + at, values.nbytes))
+            held.append(values)
         else:
-            raw = source.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            raw = values.cpu().contiguous().view(-1).view(torch.uint8)
             torch.frombuffer(memory, dtype=torch.uint8)[at : at + len(raw)].copy_(raw)
-    return Copying(stretches)
+    return Copying(stretches, held)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

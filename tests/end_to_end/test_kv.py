@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.state.checkpoint import listed
+from paceline.tensors.snapshot import Snapshot
 from tests.alone import Alone
 from tests.end_to_end.killing import Doomed
 from tests.end_to_end.launching import BODY, HEAD, ended, finish, going, launch, paceline, write_script
@@ -172,6 +174,29 @@ def test_keys_beside_a_strategy_are_in_its_checkpoints(tmp_path: Path, strategy:
     done = paceline("resume", "--runs", "runs", "it", "-n", "1", "--servers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "going on from step" in done.stderr
+
+
+MAINS_ALONE = HEAD + BODY.replace(
+    "optimizer.zero_grad()\n",
+    """optimizer.zero_grad()
+        if run.is_main and run.step == 1:
+            run.kv.wait(run.kv.push("mark", torch.full((3,), 7.0), "assign"))
+        if run.is_main and run.step == 3 and run.rank == run._session.worker == 0:
+            import os
+            os.kill(os.getpid(), 9)
+""",
+)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_keys_that_a_lost_main_alone_has_used_are_in_later_checkpoints(tmp_path: Path, strategy: str) -> None:
+    """Whoever is main then has never called `run.kv`; the servers know of them."""
+    flags = ["--slots", "2", "--strategy", strategy, "--servers", "2", "--checkpoint-every", "5"]
+    result = launch(tmp_path, MAINS_ALONE, "-n", "2", *flags, name="it")
+    assert result.code == 0 and result.summary["recoveries"] == 1, result.err
+    (found,) = listed(str(tmp_path / "runs" / "it" / "checkpoints"))
+    version, values = Snapshot.read(found.read()).tree["keys"]["mark"]
+    assert found.step > 3 and version == 1 and values.tolist() == [7.0, 7.0, 7.0]
 
 
 def test_keys_and_parameters_both_survive_each_server(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def refuge() -> Iterator[Callable[..., Refuge]]:
                 os.ftruncate(held[name], size)
             return os.dup(held[name])
 
-        session: Any = SimpleNamespace(apart=True, dry_run=False, segment=segment)
+        session: Any = SimpleNamespace(apart=True, dry_run=False, segment=segment, worker=0)
         made = Refuge(session)
         all_made.append(made)
         for step in steps:
@@ -55,21 +56,22 @@ def refuge() -> Iterator[Callable[..., Refuge]]:
 class Terms:
     """What all say at each meeting, in the order of ranks; MINE: what this worker does."""
 
-    def __init__(self, rank: int, *meetings: list[bytes | None]) -> None:
-        self.peers, self._meetings = SimpleNamespace(rank=rank), list(meetings)
+    def __init__(self, *meetings: list[bytes | None]) -> None:
+        self._meetings = list(meetings)
 
     def gather(self, key: int, payload: Callable[[], bytes]) -> list[bytes]:
         own = payload()
         return [own if said is MINE else said for said in self._meetings.pop(0)]
 
 
-def at(step: int) -> bytes:
-    return step.to_bytes(8, "little", signed=True)
+def at(step: int, worker: int = 7) -> bytes:
+    return struct.pack("<qq", step, worker)
 
 
-def went_back(refuge: Refuge, rank: int, written: int, *meetings: list[bytes | None]) -> Any:
+def went_back(refuge: Refuge, worker: int, written: int, *meetings: list[bytes | None]) -> Any:
     """To which step: in memory, by its state; on disk, by its name. `written`: the newest there that main knows of."""
-    terms: Any = Terms(rank, *meetings)
+    refuge._session.worker = worker
+    terms: Any = Terms(*meetings)
     name, state = refuge.newest(terms, lambda above: name_of(written) if written > max(above, 0) else "")
     assert not terms._meetings
     return Snapshot.read(memoryview(state)).tree["step"] if state else name
@@ -105,6 +107,13 @@ def test_if_whoever_had_it_is_lost_the_next_best_counts(refuge: Callable[..., Re
     assert went_back(refuge(40), 0, 0, [MINE, at(60)], [MINE, b""], [MINE], [MINE], [MINE]) == 40
 
 
+def test_one_who_moves_up_when_others_are_lost_sends_no_more_than_before(refuge: Callable[..., Refuge]) -> None:
+    """Worker 0 had the newest state and was lost while main looked for checkpoints: worker 1 has its rank, and not its state."""
+    assert went_back(refuge(), 1, 0, [at(40, 0), MINE], [MINE], [MINE], [MINE], [MINE]) == ""
+    newer = [at(40, 0), MINE, at(NO_STATE, 2)], [b"", b""], [MINE, b""]
+    assert went_back(refuge(20), 1, 0, *newer, [MINE, at(NO_STATE, 2)], [name_of(30).encode(), b""]) == name_of(30)
+
+
 @pytest.mark.parametrize("room", [4096, 100], ids=["none for a state", "none at all"])
 def test_a_machine_without_memory_says_so_once_and_has_none(
     refuge: Callable[..., Refuge], capsys: pytest.CaptureFixture[str], room: int
@@ -112,3 +121,7 @@ def test_a_machine_without_memory_says_so_once_and_has_none(
     small = refuge(20, 40, room=room)
     assert capsys.readouterr().err.count("no copy of the run's state at step 0 or later fits") == 1
     assert went_back(small, 0, 20, [MINE, at(NO_STATE)], [MINE, b""]) == name_of(20)
+    theirs = bytes(Snapshot({"step": 60}).packed())
+    assert went_back(small, 0, 20, [MINE, at(60)], [MINE, b""], [MINE, theirs]) == 60, (
+        "another machine's comes all the same"
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from paceline.state import recorder as recorder_module
@@ -200,6 +201,20 @@ def test_an_optimizers_state_changed_by_hand_costs_that_checkpoint(training: Tra
     assert alike(training.written()[2], expected) and not gate.reached.is_set()
 
 
+def test_an_optimizers_state_that_gets_other_memory_costs_that_checkpoint(training: Training, gate: Gate) -> None:
+    """A script that brings it elsewhere between two steps: no counter tells, and nobody but us needs the old memory."""
+    assert training.take(1)
+    values = next(iter(training.optimizers[0].state.values()))["exp_avg"]
+    old = StorageWeakRef(values.untyped_storage())
+    values.data = torch.zeros_like(values)
+    lasts = not old.expired()
+    gate.open.set()
+    assert lasts, "it is read until it is copied"
+    assert not training.recorder.settle()
+    training.recorder.finish()
+    assert training.written() == {} and "changed by hand" in training.told[0]
+
+
 def test_a_state_that_is_a_view_of_a_parameter_is_copied_at_once(training: Training, gate: Gate) -> None:
     param = next(training.models[0].parameters())
     training.optimizers[0].state[param]["seen"] = param.data.view(-1)
@@ -255,6 +270,7 @@ def test_a_state_that_could_not_be_copied_is_not_kept(training: Training, monkey
     assert training.written() == {} and not training.told
     monkeypatch.setattr(Copying, "make", lambda one: broken(one, here=False))
     assert training.take(2)
+    assert not training.recorder.settle(), "another one is owed"
     training.recorder.finish()
     assert training.written() == {} and training.told == [
         "no checkpoint at step 2: no memory; training goes on, older checkpoints stay"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -160,6 +161,62 @@ def test_a_draft_that_somebody_else_has_swept_is_not_published(tmp_path: Path, m
     body.settled.set()
     writer.wait()
     assert "somebody else has removed" in told[0] and steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", ["found", "opened"])
+def test_a_sweep_that_meets_a_publish_leaves_it_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Main was thought lost, and the draft it publishes has been found, or opened, by whoever sweeps."""
+    body, rename, look, told = Held(body_of(2)), os.rename, os.scandir, list[str]()
+    writer, sweeper = Writer(str(tmp_path), 3, lambda: True, told.append), threading.get_ident()
+    writer.write(2, body)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob(".step-*/state-0000.bin")):
+        assert time.monotonic() < deadline
+
+    def publish_now() -> None:
+        body.settled.set()
+        writer.wait()
+
+    def renaming(path: Any, to: Any) -> None:
+        if threading.get_ident() == sweeper and moment == "found":
+            publish_now()
+        rename(path, to)
+
+    def looking(at: Any) -> Any:
+        if isinstance(at, int) and "step-" in os.readlink(f"/proc/self/fd/{at}"):
+            publish_now()
+        return look(at)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "scandir", looking)
+    sweep(str(tmp_path))
+    assert (
+        body.settled.is_set()
+        and steps(tmp_path) == ([2] if moment == "found" else [])
+        and len(told) == (moment != "found")
+    )
+    assert [bytes(found.read()) for found in listed(str(tmp_path))] == [body_of(2)] * (moment == "found")
+
+
+@pytest.mark.parametrize("kind", ["fuse.sshfs", "fuse", "fuseblk", "ext4", "nfs4"])
+def test_a_file_system_of_a_process_is_known_by_its_mount(kind: str) -> None:
+    mounts = f"22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n31 22 0:44 / /mnt/x rw shared:5 master:1 - {kind} me@there:/ rw\n"
+    assert places.is_fuse(os.makedev(0, 44), mounts) == kind.startswith("fuse")
+    assert not places.is_fuse(os.makedev(254, 0), mounts)
+
+
+def test_where_others_cannot_be_seen_a_removed_one_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "is_fuse", lambda device, mounts: True)
+    write(tmp_path, 1)
+    before = shards(tmp_path / name_of(1))
+    with open(tmp_path / name_of(1) / "state-0000.bin", "rb") as reader:
+        assert write(tmp_path, 2, 3, keep=1) == []
+        assert reader.read() == body_of(1)
+    assert steps(tmp_path) == [3] and not before & shards(tmp_path / name_of(3))
 
 
 def test_who_reads_one_that_is_removed_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
