@@ -76,9 +76,7 @@ class Refuge:
                 return name, memoryview(b"")
             if min(found)[0] == newest:
                 return "", self._lying()
-            sent = terms.gather(
-                _SENT, lambda owner=owner: bytes(self._lying()) if owner == self._session.worker else b""
-            )
+            sent = terms.gather(_SENT, partial(self._sent, owner))
             if any(sent):  # else who had it is gone
                 return "", memoryview(max(sent, key=len))
 
@@ -88,6 +86,9 @@ class Refuge:
             return NONE if self._locker is None or self._locker.empty else self._locker.rounds
         except ResourceError:
             return NONE
+
+    def _sent(self, owner: int) -> bytes:
+        return bytes(self._lying()) if owner == self._session.worker else b""
 
     def _lying(self) -> memoryview:
         assert self._locker is not None

@@ -126,6 +126,10 @@ class Registered(ABC):
         scheduled: int = 0,
     ) -> Turned:
         """What this worker has in hand next. It has delivered these, and wishes to stop, if so."""
+        if news := [worker for worker in self._seat.lost() if worker not in self._gone]:
+            self._ask(
+                Lost(news)
+            )  # now: where nobody waits, what they had in hand would be left, and its step open, to the end
         turned: Turned = self._ask(
             Turn(self._seat.worker, self._stretch, want, list(delivered), stop, written, leaves, scheduled)
         ).message

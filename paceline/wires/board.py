@@ -270,6 +270,12 @@ class Board:
         """Whether this worker is dead and reaped; the agent says so."""
         return bool(self._words[_WORDS * (1 + worker) + _GONE])
 
+    @property
+    def lost(self) -> list[int]:
+        """All who are."""
+        marks = self._words[_WORDS + _GONE :: _WORDS].tolist()
+        return [worker for worker, gone in enumerate(marks[: self.workers]) if gone]
+
     def bury(self, worker: int) -> None:
         self._words[_WORDS * (1 + worker) + _GONE] = 1
 

@@ -327,7 +327,7 @@ class Session:
 
     def lost(self) -> list[int]:
         """All workers of the run that are dead and reaped."""
-        return [worker for worker in range(self.board.workers) if self.board.gone(worker)]
+        return self.board.lost
 
     def donor(self) -> Inlet:
         """A newcomer's other way in, while the others train: the line from a member that has the run's state."""

@@ -162,6 +162,31 @@ def test_a_push_whose_worker_is_dead_comes_to_servers_that_have_changed_places(t
             worker.strategy.close()
 
 
+def test_what_a_dead_worker_had_in_hand_comes_next_though_nobody_has_waited(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its step stays open to the stretch's end: no checkpoint is due, and who looks on sees nothing move."""
+    dead, alive = Worker(0, two), Worker(1, two)
+    try:
+        dead.strategy.lay()
+        for worker in (dead, alive):
+            worker.begin(total=8)
+        assert dead.strategy.turn(1, []).numbers == [0]
+        (second,) = alive.strategy.turn(1, []).numbers
+        alive.lost = [0]
+        turned = alive.strategy.turn(1, [Delivered(second, 1, 1, 0)])
+        assert turned.numbers == [0] and turned.gone == [0]
+        asked, ask = [], alive.strategy._ask
+        monkeypatch.setattr(
+            alive.strategy, "_ask", lambda message: (asked.append(type(message).__name__), ask(message))[1]
+        )
+        alive.strategy.turn(1, [])
+        assert asked == ["Turn"], "it is told once"
+    finally:
+        for worker in (dead, alive):
+            worker.strategy.close()
+
+
 @pytest.mark.parametrize(
     ("seconds", "lost", "tells"), [(0.06, [], False), (0.06, [0], True), (0.06, [1], False), (0.3, [], True)]
 )
