@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Replica:
         self.params: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
         self.buffer_homes: list[tuple[nn.Module, str]] = []
+        self.registered: list[torch.Tensor] = []
+        """Of modules that the script has named beside the prepared ones: an average of the weights, say."""
         self._frozen: list[nn.Parameter] = []
 
     def add_model(self, model: nn.Module) -> None:
@@ -59,6 +61,20 @@ class Replica:
                     seen.add(id(buffer))
                     self.buffers.append(buffer)
                     self.buffer_homes.append((module, name))
+
+    def find_registered(self, items: Iterable[Any]) -> None:
+        """List what numbers they have that no prepared model has."""
+        mine = {tensor.untyped_storage().data_ptr() for tensor in self.state_dict().values()}
+        modules = [item for item in items if isinstance(item, nn.Module)]
+        found = {id(tensor): tensor for item in modules for tensor in (*item.parameters(), *item.buffers())}
+        self.registered = [
+            tensor
+            for tensor in found.values()
+            if tensor.device == self.device
+            and tensor.dtype != torch.bool
+            and not tensor.is_complex()
+            and tensor.untyped_storage().data_ptr() not in mine
+        ]
 
     @property
     def thawed(self) -> bool:

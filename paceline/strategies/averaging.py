@@ -4,6 +4,7 @@ Every worker is one replica with an optimizer of its own. What they exchange is 
 that they had in common last: Δ = mean(θ − θᵢ), added up in the fixed tree over the slots, each counted by its samples.
 An outer optimizer takes Δ for a gradient; its state is the same everywhere, and so is the new θ. See `rhythm` for when.
 A codec (`diloco:50+int8`) acts on each replica's difference, and what it leaves out stays with the replica.
+Modules that the script has registered, an EMA say, go on from their mean where everything is exchanged: behind a loop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _EXCHANGE = mix(502)
 
 @dataclass
 class Fragment:
-    """Some of the parameters, exchanged together; the first one has the buffers, too."""
+    """Some of the parameters, exchanged together; the first one has the buffers, too. One behind them has what is registered."""
 
     params: list[int]
     reducer: Reducer
@@ -114,7 +115,8 @@ class Averaging:
 
     def _build(self) -> None:
         replica = self._replica
-        self._theta = [param.detach().to(sum_dtype(param.dtype), copy=True) for param in replica.params]
+        self._tensors = [*replica.params, *replica.registered]
+        self._theta = [tensor.detach().to(sum_dtype(tensor.dtype), copy=True) for tensor in self._tensors]
         self._buffers = Buffers(replica)
         self._buffers.begin()
         self._fragments = []
@@ -123,6 +125,11 @@ class Averaging:
             buffers = replica.buffers if number == 0 else []
             states = [self.rhythm.outer.begin(self._theta[index]) for index in params]
             self._fragments.append(Fragment(params, self._reducer([*tensors, *buffers], len(tensors)), states))
+        self._model = range(len(self._fragments))
+        """Its fragments."""
+        if replica.registered:
+            behind = list(range(len(replica.params), len(self._tensors)))
+            self._fragments.append(Fragment(behind, Reducer(replica.registered, 0, self._peers), []))
 
     def _reducer(self, tensors: list[torch.Tensor], count: int) -> Reducer:
         if self._codec is None:
@@ -153,20 +160,34 @@ class Averaging:
             fragment.samples = 0
 
     def give(self, number: int | None) -> Gift:
-        """A fragment as it is now, or all of them."""
+        """A fragment as it is now, or all of them; what is registered by its values, all else by how far it has come."""
         self._refuse_thawed()
-        numbers = list(range(len(self._fragments))) if number is None else [number]
+        numbers = self._all_that_is_apart() if number is None else [number]
         differences: list[list[torch.Tensor | None]] = []
         weights = [float(self._fragments[k].samples) for k in numbers]
         with torch.no_grad():
             moves = self._buffers.take() if 0 in numbers else []
             for k, weight in zip(numbers, weights, strict=True):
                 mine: list[torch.Tensor | None] = [
-                    self._theta[index] - self._replica.params[index] for index in self._fragments[k].params
+                    self._theta[index] - self._tensors[index] for index in self._fragments[k].params if k in self._model
                 ]
-                mine += moves if k == 0 else []
+                mine += self._values_registered() if k not in self._model else moves if k == 0 else []
                 differences.append(mine if weight else [None] * len(mine))
         return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights, number is None)
+
+    def _all_that_is_apart(self) -> list[int]:
+        """Where no weights are, theirs is no exchange either: an outer optimizer would go on by its momentum."""
+        apart = any(self._fragments[number].steps for number in self._model)
+        return [number for number in range(len(self._fragments)) if apart or number not in self._model]
+
+    def _values_registered(self) -> list[torch.Tensor]:
+        return [tensor.detach().to(sum_dtype(tensor.dtype), copy=True) for tensor in self._replica.registered]
+
+    def _settle_registered(self, mean: Outcome) -> None:
+        for place, theta in enumerate(self._theta[len(self._replica.params) :]):
+            if mean.present[place]:
+                whole_numbers = not self._replica.registered[place].is_floating_point()
+                theta.copy_(mean.views[place].round() if whole_numbers else mean.views[place])
 
     def _refuse_thawed(self) -> None:
         if self._replica.thawed:
@@ -217,6 +238,9 @@ class Averaging:
         away = norm = 0.0
         with torch.no_grad():
             for number, mine, mean in zip(gift.fragments, gift.differences, gift.means, strict=True):
+                if number not in self._model:
+                    self._settle_registered(mean)
+                    continue
                 fragment = self._fragments[number]
                 fragment.count += 1
                 for place, index in enumerate(fragment.params):
@@ -228,7 +252,8 @@ class Averaging:
                 if number == 0:
                     count = len(fragment.params)
                     self._buffers.settle(mean.views[count:], mean.present[count:], 1.0)
-        self.drift = (away / norm) ** 0.5 if norm else 0.0
+        if any(number in self._model for number in gift.fragments):
+            self.drift = (away / norm) ** 0.5 if norm else 0.0
         self.rounds += 1
         self._go_on(gift)
 
@@ -240,8 +265,8 @@ class Averaging:
                 self._fragments[number].samples -= int(weight)
                 self._fragments[number].steps -= steps
                 for index in self._fragments[number].params:
-                    theta, param = self._theta[index], self._replica.params[index]
-                    param.copy_(param * own + theta * (1 - own) if own else theta)
+                    theta, mine = self._theta[index], self._tensors[index]
+                    mine.copy_(mine * own + theta * (1 - own) if own else theta)
 
     def source(self, slot: int, ahead: Sequence[int], circle: Circle, rounds: int, everything: bool) -> int | None:
         """From whom a replica that comes too late for that exchange takes what came of it: all have the same behind it."""
@@ -280,7 +305,8 @@ class Averaging:
             "rounds": self.rounds,
             "present": self.present,
             "dropped": self.dropped,
-            "theta": self._theta,
+            "theta": self._theta[: len(self._replica.params)],
+            "registered": self._theta[len(self._replica.params) :],
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
             "trained": [[fragment.steps, fragment.samples] for fragment in self._fragments],
@@ -317,8 +343,14 @@ class Averaging:
         """What all have had behind the last exchange."""
         self.rounds, self.drift = state["rounds"], state["drift"]
         self.take_history(state)
+        if len(state["registered"]) != len(self._replica.registered):
+            raise UsageError(
+                f"{len(state['registered'])} tensors of registered modules are in the run's state, and {len(self._replica.registered)} here: "
+                "a run goes on with what it was begun with, so register the same"
+            )
         with torch.no_grad():
-            torch._foreach_copy_([*self._theta, *self._buffers.start], [*state["theta"], *state["buffers"]])
+            theirs = [*state["theta"], *state["registered"], *state["buffers"]]
+            torch._foreach_copy_([*self._theta, *self._buffers.start], theirs)
             for fragment, (count, states) in zip(self._fragments, state["outer"], strict=True):
                 fragment.count = count
                 for mine, theirs in zip(fragment.states, states, strict=True):

@@ -44,8 +44,14 @@ class Gossip(Averaging):
         with torch.no_grad():
             values = [param.detach().to(sum_dtype(param.dtype), copy=True) for param in self._replica.params]
             values += self._buffers.values()
-        steps = self._fragments[0].steps if number is None else 0
-        return Gift([0], [[*values]], [steps], [self._counts], number is None)
+        gift = Gift([0], [[*values]], [0], [self._counts], number is None)
+        if number is None:
+            gift.steps = [fragment.steps for fragment in self._fragments]
+        if number is None and self._replica.registered:
+            gift.fragments.append(1)
+            gift.differences.append([*self._values_registered()])
+            gift.weights.append(self._counts)
+        return gift
 
     def withdraw(self, gift: Gift) -> None:
         return  # nothing was taken
@@ -70,26 +76,29 @@ class Gossip(Averaging):
             gift.theirs = Snapshot.read(memoryview(theirs)).tree if theirs else []
 
     def take(self, gift: Gift) -> None:
-        (mine,) = gift.differences
+        mine, params = gift.differences[0], len(self._replica.params)
         away = norm = 0.0
         with torch.no_grad():
             mean = _mean(gift, mine)
-            for theta, own, value in zip(self._theta, mine, mean, strict=False):
+            for theta, own, value in zip(self._theta[:params], mine, mean, strict=False):
                 assert own is not None
                 away += float((own - value).square().sum())
                 norm += float(value.square().sum())
                 theta.copy_(value)
-            self._buffers.put(mean[len(self._theta) :])
+            self._buffers.put(mean[params:])
+            for registered in gift.means[1:]:
+                self._settle_registered(registered)
         self.drift = (away / norm) ** 0.5 if norm else 0.0
         self.rounds += 1
         self._go_on(gift)
 
     def _go_on(self, gift: Gift) -> None:
-        self._fragments[0].steps -= gift.steps[0]
         self._counts = 1.0
         with torch.no_grad():
-            for param, theta in zip(self._replica.params, self._theta, strict=True):
-                param.copy_(theta)
+            for number, steps in zip(gift.fragments, gift.steps, strict=True):
+                self._fragments[number].steps -= steps
+                for index in self._fragments[number].params:
+                    self._tensors[index].copy_(self._theta[index])
 
     # what survives
 

@@ -88,6 +88,38 @@ def test_replicas_are_killed_in_every_phase_of_a_round_and_the_weights_are_the_s
     assert "dropped" not in killed.summary
 
 
+AVERAGED = (
+    SCRIPT.replace(
+        "run.prepare(",
+        """from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+run.register("ema", ema)
+run.prepare(""",
+    )
+    .replace("optimizer.step()\n", "optimizer.step(); ema.update_parameters(model)\n")
+    .replace(
+        "run.save(",
+        """from paceline.state.hash import weights_sha256
+(run.dir / f"ema-{run._session.worker}").write_text(weights_sha256(ema.state_dict()))
+run.save(""",
+    )
+)
+
+
+@pytest.mark.parametrize("strategy", ["local:13", "diloco:4+int8", "streaming:8,2,overlap=2", "gossip:4"])
+def test_an_average_of_the_weights_is_one_behind_the_loop_whoever_is_killed(tmp_path: Path, strategy: str) -> None:
+    """Each replica has moved its own; whoever is main at the end, what it saves is the same."""
+    clean = trained(tmp_path / "clean", strategy, script=AVERAGED)
+    last = clean.summary["rounds"] - 1
+    orders = ("0:3:take", f"1:{last}:exchange", f"2:{last}:take")
+    killed = trained(tmp_path / "killed", strategy, orders=orders, script=AVERAGED)
+    assert killed.summary["recoveries"] == 3 and killed.summary["rounds"] == clean.summary["rounds"]
+    found = [path.read_text() for done in (clean, killed) for path in done.folder.glob("ema-*")]
+    assert len(found) > 3 and len(set(found)) == 1, "one that is killed in the last exchange need not come back"
+    plain = trained(tmp_path / "plain", strategy)
+    assert clean.summary["weights_sha256"] == killed.summary["weights_sha256"] == plain.summary["weights_sha256"]
+
+
 EARLY = SCRIPT.replace(
     "for epoch in run.epochs(3):",
     """if run._session.worker == 0 and orders:
