@@ -82,6 +82,10 @@ class Rounds:
         self.slot = self._exchanges.slot = free
         self._stepper.mine = [free]
 
+    @property
+    def copied_bytes(self) -> int:
+        return self._copies.sent_bytes if self._copies is not None else 0
+
     def begin(self) -> None:
         """Whoever dies from now on has left a state."""
         self._exchanges.begin()

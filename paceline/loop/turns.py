@@ -55,6 +55,10 @@ class Turns(ABC):
     def _schedule(self, scheduler: LRScheduler) -> Schedule:
         return Schedule(scheduler)
 
+    @property
+    def copied_bytes(self) -> int:
+        return 0
+
     def begin(self) -> None:
         return
 

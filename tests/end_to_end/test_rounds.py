@@ -217,6 +217,12 @@ def test_the_far_machines_replica_is_killed_and_the_weights_are_those_of_one_mac
     assert killed.summary["drift"]["most"] == pytest.approx(clean.summary["drift"]["most"], rel=0.1)
     message = codecs.parse("int8").nbytes([(16, 13), (16,), (4, 16), (4,)])
     assert killed.summary["wire_bytes"] > 2 * killed.summary["rounds"] * message
+    assert clean.summary["copied_bytes"] == 0
+    moments = (
+        2 * 4 * (16 * 13 + 16 + 2 * 16 + 4 * 16 + 4)
+    )  # of AdamW; main's, which is not killed, and whose last one may be on its way
+    assert killed.summary["copied_bytes"] > (killed.summary["rounds"] - 1) * moments
+    assert "; copies of states " in killed.err
     proven = paceline("verify", "it", cwd=folder)
     assert proven.returncode == 0, proven.stdout
 
