@@ -14,6 +14,7 @@ from paceline.data.order import mix
 from paceline.data.pieces import tally
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.errors import PacelineError, UsageError
+from paceline.loop import checks
 from paceline.loop.schedules import RoundSchedule
 from paceline.loop.steps import Batch
 from paceline.loop.turns import Turns
@@ -37,6 +38,8 @@ class ClientTurns(Turns):
             )
         super().__init__(run, strategy, stepper)
         self._strategy = strategy
+        rounds = strategy.rounds or run.settings.epochs or 0
+        self._notice(checks.planned_by_rounds(run.settings.strategy, rounds, run._replica.schedulers))
 
     def _schedule(self, scheduler: LRScheduler) -> RoundSchedule:
         return RoundSchedule(scheduler)

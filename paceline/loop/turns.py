@@ -21,6 +21,7 @@ from paceline.data.pieces import own_draw, tally
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.data.receipts import OWN_DRAWS, Receipt
 from paceline.errors import PacelineError, UsageError
+from paceline.loop import checks
 from paceline.loop.schedules import Schedule
 from paceline.loop.steps import Batch
 from paceline.servers.register import Delivered
@@ -51,6 +52,12 @@ class Turns(ABC):
         """What this worker has done last."""
         schedulers = [item for item in run._replica.schedulers if isinstance(item, LRScheduler)]
         self._schedules = [self._schedule(item) for item in schedulers]
+        if self._session.workers > 1:
+            self._notice(checks.each_its_own(run.settings.strategy, run._registered))
+
+    def _notice(self, words: str) -> None:
+        if words and self._run.is_main:
+            self._session.notice(words)
 
     def _schedule(self, scheduler: LRScheduler) -> Schedule:
         return Schedule(scheduler)
