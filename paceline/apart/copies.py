@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.apart.couriers import Courier, Inbox, Parcel, rounds_of, while_there
-from paceline.apart.passage import Fetch, Passage, Survey, take_state
+from paceline.apart.passage import Fetch, Meter, Passage, Survey, take_state
 from paceline.errors import PacelineError
 from paceline.state.buddies import NONE, foremost, newest
 from paceline.state.lockers import Lockers
@@ -37,8 +37,14 @@ class Copies:
         self._machine = session.ticket.machine
         ask = _taking_turns(session.line_of_its_own())
         self.lockers = Lockers(lambda name, size: session.segment(name, size, ask))
-        self._inbox = Inbox(session, self.lockers)
-        self._courier = Courier(session, self._machine, ask) if session.settings.state_copies else None
+        self._meter = Meter()
+        self._inbox = Inbox(session, self.lockers, self._meter)
+        self._courier = Courier(session, self._machine, ask, self._meter) if session.settings.state_copies else None
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this worker has sent of states so far, to other machines' workers."""
+        return self._meter.sent_bytes
 
     def claim(self, slots: list[int]) -> int:
         """The first of these that no living worker has, on whichever machine; or another one. Wait for one."""
@@ -150,7 +156,7 @@ class Copies:
                 answer, _ = session.ask(Get(f"link/{member}"), check)
                 assert isinstance(answer, Value)
                 sock = connect(answer.value, bytes.fromhex(session.ticket.secret), label(session.worker), check)
-                with closing(Passage(sock, check)) as passage:
+                with closing(Passage(sock, check, self._meter)) as passage:
                     return take(passage)
         return None
 

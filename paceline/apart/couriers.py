@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.apart.passage import Fetch, Leave, Passage, Survey, send_state, take_state
+from paceline.apart.passage import Fetch, Leave, Meter, Passage, Survey, send_state, take_state
 from paceline.errors import PacelineError, ResourceError
 from paceline.state.alike import lying
 from paceline.state.buddies import NONE, buddy, keeper
@@ -42,9 +42,9 @@ class Parcel(NamedTuple):
 class Courier:
     """A thread that brings the last parcel to its machine's buddy; to the next one, if that is lost."""
 
-    def __init__(self, session: Session, machine: int, ask: Ask) -> None:
+    def __init__(self, session: Session, machine: int, ask: Ask, meter: Meter) -> None:
         assert session.ticket is not None
-        self._session, self._machine, self._ask = session, machine, ask
+        self._session, self._machine, self._ask, self._meter = session, machine, ask, meter
         self._secret = bytes.fromhex(session.ticket.secret)
         self._changed = threading.Condition()
         """Guards what follows."""
@@ -126,7 +126,7 @@ class Courier:
         answer, _ = self._ask(Get(f"link/{worker}"))
         assert isinstance(answer, Value)
         sock = connect(answer.value, self._secret, Leave(parcel.slot, self._session.worker), check)
-        with closing(Passage(sock, check)) as passage:
+        with closing(Passage(sock, check, self._meter)) as passage:
             send_state(passage, parcel.rounds, parcel.state)
             said = passage.hear()
         with self._changed:
@@ -143,8 +143,9 @@ class Courier:
 class Inbox:
     """What workers of other machines bring here, and what they want; a thread for each."""
 
-    def __init__(self, session: Session, lockers: Lockers) -> None:
+    def __init__(self, session: Session, lockers: Lockers, meter: Meter) -> None:
         self._session, self._lockers, self._slots = session, lockers, session.settings.slots
+        self._meter = meter
         self.own = NONE
         """The slot of this worker's replica."""
         self._guard = threading.Lock()
@@ -158,7 +159,7 @@ class Inbox:
 
     def _served(self, work: Callable[[Any, Passage], None]) -> Callable[[Any, socket.socket], None]:
         def begin(label: Any, sock: socket.socket) -> None:
-            passage = Passage(sock, while_there(self._session, label.worker))
+            passage = Passage(sock, while_there(self._session, label.worker), self._meter)
 
             def serve() -> None:
                 with closing(passage), suppress(OSError, PacelineError):

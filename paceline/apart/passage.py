@@ -11,6 +11,7 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,11 +57,23 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
     worker: int
 
 
+class Meter:
+    """Counts what several threads send."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self._guard = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._guard:
+            self.sent_bytes += count
+
+
 class Passage:
     """One end. A ConnectionError says that the other one is gone, or sends nonsense."""
 
-    def __init__(self, sock: socket.socket, check: Check) -> None:
-        self._socket, self._check = sock, check
+    def __init__(self, sock: socket.socket, check: Check, meter: Meter) -> None:
+        self._socket, self._check, self._meter = sock, check, meter
         self._thin = False
         """Whether the link is one for which packing pays."""
 
@@ -115,9 +128,12 @@ class Passage:
     def _send(self, rest: memoryview) -> None:
         while rest.nbytes:
             try:
-                rest = rest[self._socket.send(rest) :]
+                sent = self._socket.send(rest)
             except BlockingIOError:
                 self._wait(select.POLLOUT)
+            else:
+                self._meter.add(sent)
+                rest = rest[sent:]
 
     def _wait(self, events: int) -> None:
         if not ready(self._socket.fileno(), events):

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
@@ -128,6 +128,29 @@ def forgotten_averages(replica: Replica, registered: Iterable[Any]) -> Iterator[
                 "trains, as an average of weights does, a worker that replaces a lost one, and a resumed run, would begin it "
                 "anew; name it: run.register('ema', …)"
             )
+
+
+def planned_by_rounds(strategy: str, rounds: int, schedulers: Iterable[Any]) -> str:
+    """What is to be said of schedulers where clients train: nothing of one that has no plan. `rounds`: 0, if the script says."""
+    kinds = [type(item).__name__ for item in schedulers if not isinstance(item, ReduceLROnPlateau)]
+    if not kinds:
+        return ""
+    plan = f"{rounds} rounds" if rounds else "the n rounds of run.epochs(n)"
+    return (
+        f"with --strategy {strategy} a prepared scheduler ({', '.join(kinds)}) goes on by one each round, also where it is stepped "
+        f"in the loop over the loader: plan it for {plan}, not for batches"
+    )
+
+
+def each_its_own(strategy: str, registered: Mapping[str, Any]) -> str:
+    """What is to be said of registered modules where workers meet in no step."""
+    modules = [f"{name!r} ({type(item).__name__})" for name, item in registered.items() if isinstance(item, nn.Module)]
+    if not modules:
+        return ""
+    return (
+        f"with --strategy {strategy} each worker has its own of what is registered as {', '.join(modules)}: an average in it is of "
+        "what that worker has seen; run.save() and checkpoints have main's"
+    )
 
 
 def _is_copy(item: nn.Module, replica: Replica, shapes: set[tuple[torch.Size, ...]]) -> bool:

@@ -14,8 +14,10 @@ from paceline.data.order import mix
 from paceline.data.pieces import tally
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.errors import PacelineError, UsageError
+from paceline.loop import checks
+from paceline.loop.schedules import RoundSchedule
 from paceline.loop.steps import Batch
-from paceline.loop.turns import Schedule, Turns
+from paceline.loop.turns import Turns
 from paceline.servers.register import Delivered
 from paceline.wires.board import Phase
 from paceline.worker.session import user_line
@@ -36,8 +38,10 @@ class ClientTurns(Turns):
             )
         super().__init__(run, strategy, stepper)
         self._strategy = strategy
+        rounds = strategy.rounds or run.settings.epochs or 0
+        self._notice(checks.planned_by_rounds(run.settings.strategy, rounds, run._replica.schedulers))
 
-    def _schedule(self, scheduler: LRScheduler) -> Schedule:
+    def _schedule(self, scheduler: LRScheduler) -> RoundSchedule:
         return RoundSchedule(scheduler)
 
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
@@ -115,24 +119,6 @@ class ClientTurns(Turns):
             self._session.folder.event("round", _words(known), **known)
         if not self._run.stopped:
             self._run._keeping.checkpoint_if_due()
-
-
-class RoundSchedule(Schedule):
-    """A scheduler that the script steps within its loop goes on by one each round, when that is over: within a round all
-    clients train with the same rate, whichever worker has them."""
-
-    def at(self, step: int) -> None:
-        self._step = step
-
-    def rest(self, steps: int) -> None:
-        self._step = -1
-        if self.within:
-            self._up_to(steps)
-
-    def _stepped(self, *args: Any, **kwargs: Any) -> None:
-        if self._step < 0:
-            self._advance(*args, **kwargs)
-        self.within |= self._step >= 0
 
 
 def _words(known: dict[str, Any]) -> str:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 
 class Loop(Protocol):
+    @property
+    def copied_bytes(self) -> int:
+        """What this worker has sent so far that only a loss is survived by: states, to other machines."""
+
     def begin(self) -> None:
         """Before the script's first loop, by those who are there from the beginning, or go on from a checkpoint."""
 

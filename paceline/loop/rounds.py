@@ -26,6 +26,7 @@ from paceline.data.pieces import NOTHING
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.data.receipts import NO_TALLY, OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
+from paceline.loop.schedules import OwnSchedule, held
 from paceline.loop.steps import Batch
 from paceline.state.lockers import Locker, Lockers
 from paceline.strategies.presence import Deal, owed, taken_over
@@ -60,6 +61,8 @@ class Rounds:
         self._exchanges = Exchanges(run, strategy, stepper)
         if self._copies is not None:
             self._exchanges.copied = self._copies.wait
+        schedulers = run._replica.schedulers if self._exchanges.attendance.drops else []
+        self._schedules = [OwnSchedule(scheduler) for scheduler in schedulers]
         stepper.stop_code, stepper.delivered = int, self._delivered
         if not self._session.joining:
             self._take_slot([self._session.rank, *range(self._slots)])
@@ -78,6 +81,10 @@ class Rounds:
             free = next((slot for slot in slots if self._locker(slot).claim()), None)
         self.slot = self._exchanges.slot = free
         self._stepper.mine = [free]
+
+    @property
+    def copied_bytes(self) -> int:
+        return self._copies.sent_bytes if self._copies is not None else 0
 
     def begin(self) -> None:
         """Whoever dies from now on has left a state."""
@@ -243,7 +250,8 @@ class Rounds:
         stepper.step, stepper.mine = done.step, [slot]
         try:
             self._begin_step(batch, time.perf_counter())
-            yield share.value
+            with held(self._schedules):  # the body runs once more in a step that they have had
+                yield share.value
         finally:  # also if the script leaves its loop here
             tally = stepper.tally_alone()
             self._receipts.append(Receipt(done.step, done.epoch, done.loader, done.batch, *tally))

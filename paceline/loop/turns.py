@@ -21,6 +21,8 @@ from paceline.data.pieces import own_draw, tally
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.data.receipts import OWN_DRAWS, Receipt
 from paceline.errors import PacelineError, UsageError
+from paceline.loop import checks
+from paceline.loop.schedules import Schedule
 from paceline.loop.steps import Batch
 from paceline.servers.register import Delivered
 from paceline.tensors.snapshot import Snapshot
@@ -50,9 +52,19 @@ class Turns(ABC):
         """What this worker has done last."""
         schedulers = [item for item in run._replica.schedulers if isinstance(item, LRScheduler)]
         self._schedules = [self._schedule(item) for item in schedulers]
+        if self._session.workers > 1:
+            self._notice(checks.each_its_own(run.settings.strategy, run._registered))
+
+    def _notice(self, words: str) -> None:
+        if words and self._run.is_main:
+            self._session.notice(words)
 
     def _schedule(self, scheduler: LRScheduler) -> Schedule:
         return Schedule(scheduler)
+
+    @property
+    def copied_bytes(self) -> int:
+        return 0
 
     def begin(self) -> None:
         return
@@ -308,39 +320,3 @@ class _Upcoming:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         while self._places:
             yield self._places.popleft()
-
-
-class Schedule:
-    """A scheduler that the script steps within its loop follows the run's steps, of which this worker does a part.
-
-    One that is stepped between stretches, once an epoch say, is left alone.
-    """
-
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler, self._advance = scheduler, scheduler.step
-        self._step, self.within = -1, False
-        # By its class: what is on the object itself would be part of its state.
-        kind = type(scheduler)
-        scheduler.__class__ = type(kind.__name__, (kind,), {"step": lambda _, *args, **kw: self._stepped(*args, **kw)})
-
-    def at(self, step: int) -> None:
-        """The micro-batch in hand belongs to this step of the run."""
-        self._step = step
-        if self.within:
-            self._up_to(step)
-
-    def rest(self, steps: int) -> None:
-        """A stretch is over, and the run has come so far."""
-        self.at(steps)
-        self._step = -1
-
-    def _stepped(self, *args: Any, **kwargs: Any) -> None:
-        if self._step < 0 or args or kwargs:
-            self._advance(*args, **kwargs)
-            return
-        self.within = True
-        self._up_to(self._step + 1)
-
-    def _up_to(self, count: int) -> None:
-        while self._scheduler.last_epoch < count:
-            self._advance()

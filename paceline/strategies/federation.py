@@ -104,6 +104,15 @@ def parse(text: str) -> Federation:
     return made
 
 
+def quorum_of(text: str) -> int:
+    """Of any strategy, as it is written for --strategy; 0: it has none.
+
+    >>> quorum_of("federated:sample=8,quorum=6,grace=2"), quorum_of("federated"), quorum_of("ssp:3")
+    (6, 0, 0)
+    """
+    return parse(text).quorum if text.partition(":")[0] == "federated" else 0
+
+
 def _check_names(text: str, kind: str, given: dict[str, str]) -> None:
     known = {*_OWN, "outer", *(name for outer in OUTERS.values() for name in outer.__struct_fields__)}
     if unknown := [name for name in given if name not in known]:

@@ -26,7 +26,11 @@ def words(settings: Settings, machine: str) -> str:
     any process of this run may die; the run ends if a machine does, which has the states of its replicas (leave --no-state-copies out); then it is lost: give --checkpoint-every N
     >>> print(words(Settings(servers=2, replicas=1), "node-1"))
     any process of this run may die; after a server's death it begins again from the start (--replicas 2 spares it that); if the machine does, it is lost: give --checkpoint-every N
+    >>> print(words(Settings(servers=2, strategy="federated:sample=8,quorum=6", checkpoint_every=5), "node-1"))
+    any process of this run may die; if the machine does, `paceline resume` goes on from a checkpoint; time decides who is among the 6 or more of a round, so other bits may come out each time
     """
+    from paceline.strategies.federation import quorum_of  # with numpy, which agents that say other things do without
+
     back = "goes back to its newest checkpoint" if settings.checkpoint_every else "begins again from the start"
     more = more_copies(settings)
     cost = f"; after a server's death it {back} ({more} spares it that)" if more else ""
@@ -58,9 +62,15 @@ def words(settings: Settings, machine: str) -> str:
         )
     else:
         first = f"any process of this run may die{cost}; if the machine does,"
+    quorum = quorum_of(settings.strategy)
+    last = (
+        f"; time decides who is among the {quorum} or more of a round, so other bits may come out each time"
+        if quorum
+        else ""
+    )
     if settings.checkpoint_every:
-        return f"{first} `paceline resume` goes on from a checkpoint"
-    return f"{first} it is lost: give --checkpoint-every N"
+        return f"{first} `paceline resume` goes on from a checkpoint{last}"
+    return f"{first} it is lost: give --checkpoint-every N{last}"
 
 
 def keeps(settings: Settings) -> bool:

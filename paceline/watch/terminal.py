@@ -195,11 +195,14 @@ _DRIFTS = {"last": "at last", "mean": "mean", "most": "at most"}
 
 
 def _sent_words(summary: dict[str, Any]) -> str:
-    sent = summary.get("wire_bytes")
-    if not sent:
-        return ""
-    coded = summary.get("compression")
-    return f"{sent / 1e6:,.1f} MB" + (f", {coded:.3g} of what fp32 would be" if coded is not None else "")
+    """
+    >>> _sent_words({"wire_bytes": 1_490_000, "compression": 0.2541, "copied_bytes": 18_120_000})
+    '1.5 MB, 0.254 of what fp32 would be; copies of states 18.1 MB'
+    """
+    sent, copied, coded = summary.get("wire_bytes"), summary.get("copied_bytes"), summary.get("compression")
+    words = f"{sent / 1e6:,.1f} MB" if sent else ""
+    words += f", {coded:.3g} of what fp32 would be" if words and coded is not None else ""
+    return "; ".join(part for part in (words, f"copies of states {copied / 1e6:,.1f} MB" if copied else "") if part)
 
 
 def counted(number: int, word: str) -> str:

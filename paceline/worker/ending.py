@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import struct
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ import msgspec
 from paceline.data.order import mix
 from paceline.errors import PacelineError, UsageError
 from paceline.strategies.base import Served
-from paceline.worker.summary import summarise
+from paceline.worker.summary import Sent, summarise
 
 if TYPE_CHECKING:
     from paceline.run import Run
 
 _SUMMARY_WRITTEN, _WAITS, _SENT = mix(0), mix(211), mix(212)
+_BYTES = struct.Struct("<qq")
 
 
 def end(run: Run) -> None:
@@ -48,13 +50,13 @@ def _tell(run: Run, digest: str) -> None:
     """Main writes the summary, and all wait until it has: if it dies before, another one does."""
 
     def tell() -> None:
-        waits, wire_bytes = _who_waited(run), _wire_bytes(run)
+        waits, sent = _who_waited(run), _sent(run)
         if run.is_main:
             if run._feeding.loop is not None:
                 run._feeding.loop.collect()
             run._keeping.ledger.close()
             exit = "failed" if run._failed else run.stopped or "finished"
-            summarise(run, digest, exit, waits, wire_bytes)
+            summarise(run, digest, exit, waits, sent)
         run.terms.meeting.gather(_SUMMARY_WRITTEN, b"")
 
     run.terms.through(tell)
@@ -72,11 +74,12 @@ def _who_waited(run: Run) -> dict[int, dict[int, float]]:
     return {worker: each for worker, each in waits if each}
 
 
-def _wire_bytes(run: Run) -> int:
+def _sent(run: Run) -> Sent:
     """What all who are here have sent."""
-    mine = run._strategy.wire_bytes() if run._stepper is not None else 0
-    said = run.terms.meeting.gather(_SENT, mine.to_bytes(8, "little"))
-    return sum(int.from_bytes(each, "little") for each in said)
+    wire = run._strategy.wire_bytes() if run._stepper is not None else 0
+    copied = run._feeding.loop.copied_bytes if run._feeding.loop is not None else 0
+    said = [_BYTES.unpack(each) for each in run.terms.meeting.gather(_SENT, _BYTES.pack(wire, copied))]
+    return Sent(sum(wire for wire, _ in said), sum(copied for _, copied in said))
 
 
 def at_exit(run: Run) -> None:

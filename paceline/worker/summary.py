@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from paceline.run import Run
 
 
+class Sent(NamedTuple):
+    """Bytes that the workers have sent."""
+
+    wire: int
+    """For training."""
+    copied: int
+    """Copies of replicas' states, to other machines."""
+
+
 def summarise(
-    run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[int, float]], wire_bytes: int
+    run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[int, float]], sent: Sent
 ) -> dict[str, Any]:
-    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds;
-    `wire_bytes`: what the workers have sent."""
+    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds."""
     session, stepper = run._session, run._stepper
     wall = time.monotonic() - run._started
     split = stepper.split.as_dict() if stepper else {}
@@ -44,7 +52,8 @@ def summarise(
         "shares_redone": stepper.redone if stepper else 0,
         "median_step_s": round(stepper.gaps.median_s, 6) if stepper else 0.0,
         "longest_gap_s": round(stepper.gaps.longest_s, 6) if stepper else 0.0,
-        "wire_bytes": wire_bytes,
+        "wire_bytes": sent.wire,
+        "copied_bytes": sent.copied,
         **(run._strategy.report() if stepper else {}),
     }
     if waits:

@@ -14,7 +14,7 @@ import torch
 
 from paceline.apart import couriers, passage
 from paceline.apart.copies import Copies
-from paceline.apart.passage import Passage
+from paceline.apart.passage import Meter, Passage
 from paceline.errors import PacelineError, ResourceError, TermEnded
 from paceline.state import alike
 from paceline.tensors.snapshot import Snapshot
@@ -244,6 +244,27 @@ def test_what_the_replica_there_has_left_too_is_not_sent(network: Network, monke
     first.offers(5)
     first.copies.wait()
     assert second.has(0) == 5 and sent.pieces, "that is of another round"
+
+
+def test_what_was_sent_of_a_state_is_counted_where_it_was_sent(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = network.worker(0), network.worker(1)
+    network.view(0, 1)
+    assert first.copies.sent_bytes == 0
+    given: dict[Meter, int] = {}
+    plain = Passage._send
+
+    def send(passage: Passage, rest: memoryview) -> None:
+        given[passage._meter] = given.get(passage._meter, 0) + rest.nbytes
+        plain(passage, rest)
+
+    monkeypatch.setattr(Passage, "_send", send)
+    first.copies.lockers.of(0).put(3, varied(3))
+    first.copies.offer(0)
+    first.copies.wait()
+    assert first.copies.sent_bytes == given[first.copies._meter] > 1000
+    assert 0 < second.copies.sent_bytes < 1000, "which it lacks, and that it has them"
 
 
 def test_on_a_thin_link_fewer_bytes_are_sent(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

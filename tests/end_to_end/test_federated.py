@@ -152,7 +152,21 @@ def test_a_client_is_late_when_a_quorum_has_come(tmp_path: Path) -> None:
     rounds = done.summary["by_round"]
     assert all(len(each["clients"]) >= 4 and len(each["clients"]) + len(each["lacking"]) == 6 for each in rounds)
     assert rounds[0]["lacking"], rounds
+    assert "time decides who is among the 4 or more of a round" in done.err
     assert paceline("verify", "it", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "told"), [("OneCycleLR(optimizer, 0.1, total_steps=3)", 1), ("ReduceLROnPlateau(optimizer)", 0)]
+)
+def test_a_schedule_goes_by_rounds_and_the_run_says_so(tmp_path: Path, alone: Alone, scheduler: str, told: int) -> None:
+    planned = f"scheduler = torch.optim.lr_scheduler.{scheduler}\nrun.prepare(scheduler)\n"
+    stepped = BODY.replace("zero_grad()", "zero_grad(); scheduler.step()" if told else "zero_grad()")
+    known = "assert scheduler.last_epoch == 3, scheduler.last_epoch\n" if told else ""
+    done = alone(tmp_path, HEAD + planned + stepped + known, strategy="federated:rounds=3,clients=4")
+    assert done.code == 0, done.err
+    assert done.err.count("goes on by one each round") == told
+    assert ("(OneCycleLR)" in done.err and "plan it for 3 rounds" in done.err) is bool(told)
 
 
 def test_half_drop_out_at_random_and_fedprox_trains_with_those_that_remain(tmp_path: Path, alone: Alone) -> None:

@@ -195,6 +195,20 @@ def test_a_schedule_follows_the_steps_of_the_run_and_all_end_with_the_same_weigh
     assert done.summary["steps"] == 8 and done.summary["samples"] == 192
 
 
+def test_registered_modules_are_each_workers_own_and_the_run_says_so(tmp_path: Path) -> None:
+    named = """
+ema = torch.optim.swa_utils.AveragedModel(model)
+run.register("ema", ema)
+run.register("scaler", torch.amp.GradScaler(enabled=False))
+"""
+    flags = ("--servers", "1", "--strategy", "async", "--slots", "2")
+    for workers, count in (("2", 1), ("1", 0)):
+        done = launch(tmp_path, HEAD + named + BODY, "-n", workers, *flags, name=f"with-{workers}")
+        assert done.code == 0, done.err
+        told = [event["why"] for event in done.events() if "each worker has its own" in event["why"]]
+        assert len(told) == count and all("'ema' (AveragedModel):" in why for why in told), told
+
+
 def test_a_loop_that_is_left_early_is_left_by_all_before_they_meet(tmp_path: Path) -> None:
     script = TRAINS.replace("seen.append(run.step)", "seen.append(run.step)\n        if len(seen) % 3 == 0: break")
     script = script[: script.index("assert scheduler.last_epoch")]

@@ -206,6 +206,24 @@ def test_lost_replicas_are_dropped_the_others_train_their_shares_and_new_ones_co
     assert "2 replicas dropped" in paceline("show", "it", cwd=tmp_path).stdout
 
 
+BY_BATCH = (
+    SCRIPT.replace("StepLR(optimizer, 1, 0.9)", "OneCycleLR(optimizer, 0.05, total_steps=40)")
+    .replace("loader = DataLoader", "bodies = 0\nloader = DataLoader")
+    .replace(
+        "        optimizer.step()\n    scheduler.step()", "        optimizer.step(); scheduler.step(); bodies += 1"
+    )
+    + "if run.is_main:\n    assert scheduler.last_epoch == run.step == 39 < bodies, (scheduler.last_epoch, bodies)\n"
+)
+
+
+def test_a_schedule_by_batches_counts_the_steps_of_the_run_whoever_is_dropped(tmp_path: Path) -> None:
+    """Not the shares of a lost replica, for which the loop's body runs once more in such a step."""
+    flags = ("-n", "3", "--strategy", "diloco:4", "--on-death", "drop", "--drop-after", "0")
+    done = launch(tmp_path, BY_BATCH, *flags, args=("2:2:delivered",))
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert [lost["replica"] for lost in done.summary["dropped"]] == [2]
+
+
 def test_a_run_that_would_be_left_alone_waits_and_says_for_whom(tmp_path: Path) -> None:
     flags = ("-n", "2", "--strategy", "local:4", "--on-death", "drop", "--drop-after", "0")
     done = launch(tmp_path, SCRIPT, *flags, args=("1:1:delivered",))
@@ -231,6 +249,12 @@ def test_the_far_machines_replica_is_killed_and_the_weights_are_those_of_one_mac
     assert killed.summary["drift"]["most"] == pytest.approx(clean.summary["drift"]["most"], rel=0.1)
     message = codecs.parse("int8").nbytes([(16, 13), (16,), (4, 16), (4,)])
     assert killed.summary["wire_bytes"] > 2 * killed.summary["rounds"] * message
+    assert clean.summary["copied_bytes"] == 0
+    moments = (
+        2 * 4 * (16 * 13 + 16 + 2 * 16 + 4 * 16 + 4)
+    )  # of AdamW; main's, which is not killed, and whose last one may be on its way
+    assert killed.summary["copied_bytes"] > (killed.summary["rounds"] - 1) * moments
+    assert "; copies of states " in killed.err
     proven = paceline("verify", "it", cwd=folder)
     assert proven.returncode == 0, proven.stdout
 

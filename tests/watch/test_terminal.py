@@ -98,7 +98,9 @@ def test_the_final_table_tells_of_rounds_and_of_what_was_sent() -> None:
         dict(summary_rows({"rounds": 6, "participants": {"3": 4, "5": 2}}, "runs/x"))["rounds"]
         == "6, of 3 to 5 participants"
     )
-    assert not {"rounds", "sent"} & set(dict(summary_rows({"wire_bytes": 0}, "runs/x")))
+    copied = dict(summary_rows({**known, "copied_bytes": 18_100_000}, "runs/x"))
+    assert copied["sent"] == "236.7 MB, 0.254 of what fp32 would be; copies of states 18.1 MB"
+    assert not {"rounds", "sent"} & set(dict(summary_rows({"wire_bytes": 0, "copied_bytes": 0}, "runs/x")))
 
 
 def test_what_is_not_known_is_left_out() -> None:
