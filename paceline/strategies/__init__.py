@@ -55,6 +55,11 @@ class Entry(NamedTuple):
     """What stands behind its name; UsageError if it cannot. Of those with servers."""
 
     @property
+    def clients(self) -> bool:
+        """Whether what workers train is clients, on data that may have to stay where it is."""
+        return self.reads is _federation
+
+    @property
     def words(self) -> str:
         return f"{self.when}, {self.what}, {self.where}"
 
@@ -203,7 +208,7 @@ def rounds_of(text: str) -> int:
     >>> rounds_of("federated:rounds=3,clients=8"), rounds_of("federated"), rounds_of("ssp:3")
     (3, 0, 0)
     """
-    return _federation(text).rounds if find(text).reads is _federation else 0
+    return _federation(text).rounds if find(text).clients else 0
 
 
 def split_codec(text: str) -> tuple[str, str]:
@@ -264,7 +269,7 @@ def _refuse_misplaced_options(text: str, first: str, options: list[str], entry: 
 
 def _keeps_apart(entry: Entry) -> bool:
     """Whether weights are trained apart, on data that may have to stay where it is: nothing at servers is near to that."""
-    return entry.apart or entry.reads is _federation
+    return entry.apart or entry.clients
 
 
 def _refuse_misplaced_rows(text: str) -> None:
