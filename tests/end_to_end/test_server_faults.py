@@ -29,7 +29,9 @@ def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(
     assert told == [(plan[0], 0), (plan[1], None), (f"{plan[2]}: passed over, server 0 is gone", 0)]
     ends = [event["server"] for event in done.events() if event["event"] == "server ended"]
     assert ends[0] == 0 and sorted(ends) == [0, 1, 2], "another one came in its place"
+    assert (done.summary["servers_lost"], done.summary["coordinators_lost"]) == (1, 1)
     shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "from 1 lost server, 1 lost coordinator" in shown
     assert "3 servers, 1 of them lost" in shown
     (failover,) = [line for line in shown.splitlines() if line.startswith("server 0 ")]
     assert re.fullmatch(r"server 0  +[\d.]+ s +\+[\d.]+ s +server 2 \+[\d.]+ s +(\+[\d.]+ s|-)", failover), failover
