@@ -60,7 +60,8 @@ def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple
     cure = "--servers 2" if "1" in flags[:2] else "--replicas 2"
     assert f"after a server's death it begins again from the start ({cure} spares it that)" in done.err
     lost = "server 0 was killed by SIGKILL, and no other server had a copy of all that it held"
-    assert f"{lost}; the run goes back to its newest checkpoint" in done.err
+    assert f"{lost}; the run has no checkpoint, and begins again from its start" in done.err
+    assert "goes back to its newest checkpoint" not in done.err
     last = done.summary["steps_redone"] - 1
     assert last >= 29
     assert f"the run has no checkpoint, and begins again: steps 0-{last} are trained again" in done.err
@@ -84,6 +85,7 @@ def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights
     assert done.weights == weights and done.summary["rollbacks"] == 1
     (back,) = [event for event in done.events() if event["event"] == "rolled back"]
     assert (back["step"], back["redone"]) == (21, 9) and done.summary["steps_redone"] == 9
+    assert "no other server had a copy of all that it held; the run goes back to its newest checkpoint\n" in done.err
     assert "the run goes on from its checkpoint of step 21: steps 21-29 are trained again" in done.err
     verified = paceline("verify", "it", cwd=tmp_path)
     assert verified.returncode == 0 and "every one of 96 samples exactly once" in verified.stdout, verified.stdout
