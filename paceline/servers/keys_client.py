@@ -26,6 +26,7 @@ from paceline.servers.keys_messages import FRAGMENTS, Names, Pulls, Pushes, frag
 from paceline.servers.kv import DTYPES, Pull, Push, Pushed, Versioned, dtype_name
 from paceline.servers.lines import Server, before_redial, moved
 from paceline.servers.messages import Asked
+from paceline.settings import a_kind
 from paceline.tensors.channel import LARGEST_BODY, memory_of
 
 _THREADS = 4
@@ -296,11 +297,11 @@ class KeyValues:
 
 def _check(key: str, tensor: torch.Tensor | None) -> None:
     if not isinstance(key, str):
-        raise UsageError(f"a key is a string, and {key!r} is a {type(key).__name__}")
+        raise UsageError(f"a key is a string, and {key!r} is {a_kind(key)}")
     if tensor is None:
         return
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{key}: this is no tensor, but a {type(tensor).__name__}")
+        raise UsageError(f"{key}: this is no tensor, but {a_kind(tensor)}")
     if tensor.dtype not in DTYPES.values() or tensor.layout != torch.strided:
         raise UsageError(f"{key} is {tensor.layout} of {tensor.dtype}; keys are dense tensors of {', '.join(DTYPES)}")
     if tensor.nbytes > LARGEST_BODY:

@@ -11,7 +11,6 @@ import torch
 
 from paceline.errors import UsageError
 
-
 _KEYS = ("state_dict", "model", "weights")
 """Where a checkpoint has its state dict."""
 

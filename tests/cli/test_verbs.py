@@ -236,7 +236,9 @@ def test_what_a_hash_leaves_out_is_said_beside_it(tmp_path: Path) -> None:
     path = str(tmp_path / "w.pt")
     torch.save({"model": zeros, "ema": {"w": torch.ones(2)}, "best": torch.tensor(0.9), "epoch": 3}, path)
     result = call("hash", path)
-    assert result.stdout.startswith("8aefad56d866") and len(result.stdout.split()) == 1, "the number alone can be piped on"
+    assert result.stdout.startswith("8aefad56d866") and len(result.stdout.split()) == 1, (
+        "the number alone can be piped on"
+    )
     assert result.stderr == f"paceline: this is the hash of 'model' in {path}; left out: 'ema', 'best'\n"
     torch.save({"state_dict": {"model": zeros, "head": zeros}, "opt": {"state": {0: {"m": torch.zeros(2)}}}}, path)
     assert "the hash of 'state_dict.model' in" in call("hash", path).stderr
