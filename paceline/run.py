@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from paceline import strategies
 from paceline.data.order import mix
 from paceline.data.random import set_seed
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 from paceline.folder import write_atomically
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
@@ -30,7 +30,6 @@ from paceline.loop.precision import Precision
 from paceline.loop.steps import Stepper
 from paceline.loop.stopping import Stopping
 from paceline.servers.keys_client import KeyValues
-from paceline.settings import a_kind
 from paceline.state.replica import Replica
 from paceline.strategies import survival
 from paceline.strategies.base import InRounds, Served, Stepwise

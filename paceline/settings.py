@@ -214,15 +214,6 @@ def there_are(name: Any, known: Iterable[str], listed: Iterable[str]) -> str:
     return f"{near} There are: {', '.join(listed)}" if near else f"; there are: {', '.join(listed)}"
 
 
-def a_kind(item: Any) -> str:
-    """
-    >>> a_kind([]), a_kind(5)
-    ('a list', 'an int')
-    """
-    name = type(item).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
-
-
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,

@@ -15,8 +15,7 @@ from paceline.data.clients import ClientShares, by_key, dirichlet, iid
 from paceline.data.dealing import Dealing
 from paceline.data.loader import Feed, feed_of
 from paceline.data.order import Ids
-from paceline.errors import UsageError
-from paceline.settings import a_kind
+from paceline.errors import UsageError, a_kind
 
 if TYPE_CHECKING:
     from paceline.strategies.federation import Federation

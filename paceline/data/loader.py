@@ -29,8 +29,7 @@ from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
 from paceline.data.random import set_seed
 from paceline.data.values import leading_size, pinned
-from paceline.errors import UsageError
-from paceline.settings import a_kind
+from paceline.errors import UsageError, a_kind
 
 _END = object()
 _ITEM = 7  # keeps the seeds of items apart from those of steps and of collation

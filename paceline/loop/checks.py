@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.errors import OWN_GROUP, UsageError
+from paceline.errors import OWN_GROUP, UsageError, a_kind
 from paceline.loop.steps import Stepper
-from paceline.settings import a_kind
 from paceline.state.replica import Replica
 from paceline.worker.session import user_line
 

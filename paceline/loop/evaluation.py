@@ -20,8 +20,7 @@ from paceline.data.copies import strided
 from paceline.data.order import mix
 from paceline.data.random import seeded, set_seed
 from paceline.data.values import place
-from paceline.errors import UsageError
-from paceline.settings import a_kind
+from paceline.errors import UsageError, a_kind
 from paceline.tensors.snapshot import Snapshot
 from paceline.wires.board import Phase
 from paceline.worker.session import user_line

@@ -19,14 +19,13 @@ import msgspec
 import torch
 from torch.autograd.graph import increment_version
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.holders import NOWHERE, Directory
 from paceline.servers.keys_messages import FRAGMENTS, Names, Pulls, Pushes, fragment_of
 from paceline.servers.kv import DTYPES, Pull, Push, Pushed, Versioned, dtype_name
 from paceline.servers.lines import Server, before_redial, moved
 from paceline.servers.messages import Asked
-from paceline.settings import a_kind
 from paceline.tensors.channel import LARGEST_BODY, memory_of
 
 _THREADS = 4
