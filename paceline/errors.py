@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PacelineError(Exception):
     """The root of the tree."""
@@ -66,3 +68,12 @@ OWN_GROUP = (
 
 class TermEnded(Exception):
     """A worker of this group is gone. What all have met for stands; the rest is for the next term."""
+
+
+def a_kind(item: Any) -> str:
+    """
+    >>> a_kind([]), a_kind(5)
+    ('a list', 'an int')
+    """
+    name = type(item).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

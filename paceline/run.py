@@ -6,7 +6,6 @@ import io
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 from paceline import strategies
 from paceline.data.order import mix
 from paceline.data.random import set_seed
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 from paceline.folder import write_atomically
 from paceline.launch.boot import tell_usage_errors_shortly
 from paceline.launch.environment import ticket
@@ -37,7 +36,7 @@ from paceline.strategies.base import InRounds, Served, Stepwise
 from paceline.wires.board import Phase
 from paceline.worker import ending, reaching, waiting
 from paceline.worker.agreement import Agreement
-from paceline.worker.session import Session, user_line
+from paceline.worker.session import Session, user_line, warn_of_user_line
 from paceline.worker.terms import Terms
 
 _LAID, _BARRIER = mix(209), mix(210)
@@ -200,7 +199,7 @@ class Run:
             self.register(f"{type(item).__name__}-{len(self._registered)}", item)
         else:
             raise UsageError(
-                f"{user_line()}: prepare() cannot use a {type(item).__name__}; it takes models, optimizers, schedulers, "
+                f"{user_line()}: prepare() cannot use {a_kind(item)}; it takes models, optimizers, schedulers, "
                 "DataLoaders and anything with state_dict/load_state_dict"
             )
 
@@ -215,7 +214,7 @@ class Run:
         """Name something with state_dict/load_state_dict that belongs to the run (an EMA, a scaler)."""
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise UsageError(
-                f"register({name!r}): a {type(item).__name__} has no state_dict and load_state_dict; give an object that has both "
+                f"register({name!r}): {a_kind(item)} has no state_dict and load_state_dict; give an object that has both "
                 f"(torch's AveragedModel), or keep tensors and plain values in run.state[{name!r}] and use them from there"
             )
         if name in self._registered:
@@ -412,7 +411,7 @@ class Run:
     def _warn(self, text: str) -> None:
         if self.is_main:
             self._session.folder.event("warning", text)
-            warnings.warn(f"paceline: {text}", UserWarning, stacklevel=3)
+            warn_of_user_line(f"paceline: {text}")
 
     def finish(self) -> None:
         """End the run: agree that all replicas are equal, write the summary. Automatic at exit."""

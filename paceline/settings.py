@@ -87,11 +87,16 @@ class Settings:
         if entry.apart and slots != self.workers:
             raise UsageError(
                 f"{self.workers} workers for {slots} slots: with --strategy {self.strategy} each worker trains a replica of its "
-                f"own, which is one slot; pass -n {slots}, or --slots {self.workers}"
+                f"own, which is one slot; pass -n {slots}; or a new run with --slots {self.workers}"
             )
         if slots < self.workers:
+            why = (
+                "the workers that train clients are no more than the slots"
+                if entry.clients
+                else "a worker without a slot would have nothing to do"
+            )
             raise UsageError(
-                f"{self.workers} workers for {slots} slots: a worker without a slot would have nothing to do; "
+                f"{self.workers} workers for {slots} slots: {why}; "
                 f"pass -n {slots}; or a new run with --slots {self.workers} or more"
             )
         servers = self.servers or int(entry.servers)

@@ -74,6 +74,14 @@ def test_settings_can_not_be_changed_afterwards() -> None:
         ({"epochs": -1}, "--epochs must be"),
         ({"seconds": -0.5}, "--seconds must be"),
         ({"workers": 4, "slots": 3}, r"4 workers for 3 slots.*pass -n 3; or a new run with --slots 4"),
+        (
+            {"workers": 3, "slots": 2, "strategy": "gossip:4"},
+            r"which is one slot; pass -n 2; or a new run with --slots 3$",
+        ),
+        (
+            {"workers": 3, "slots": 2, "strategy": "federated:clients=8"},
+            r"train clients are no more than the slots; pass -n 2; or a new run with --slots 3 or more",
+        ),
         ({"precision": "fp8"}, "'fp8' is none of: fp32, bf16, fp16"),
         ({"transport": "smoke"}, "'smoke' is none of: auto, shm, gloo, nccl"),
         ({"device": "tpu"}, "'tpu' is none of: auto, cpu, cuda"),

@@ -17,12 +17,18 @@ _BEGINNINGS = (b"PK", b"\x80")
 def command(file: Path) -> None:
     """Print the weights hash of a state dict in FILE (.safetensors, or saved by torch).
 
-    The same number as `weights_sha256` in a run's summary.json, if the weights are the same.
+    The same number as `weights_sha256` in a run's summary.json, if the weights are the same. Of a file with more in it
+    than one state dict, it says on stderr what the hash leaves out.
     """
     _check_kind(file)
-    from paceline.state.hash import load_state, weights_sha256
+    from paceline.state.hash import find_state, weights_sha256
 
-    click.echo(weights_sha256(load_state(file)))
+    found = find_state(file)
+    click.echo(weights_sha256(found.tensors))
+    if found.left_out:
+        hashed = repr(found.key) if found.key else "the tensors at the top"
+        others = ", ".join(map(repr, found.left_out))
+        click.echo(f"paceline: this is the hash of {hashed} in {file}; left out: {others}", err=True)
 
 
 def _check_kind(file: Path) -> None:

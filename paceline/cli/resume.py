@@ -114,8 +114,9 @@ def command(run: str, show: str, runs: Path, **given: Any) -> int:
     paceline resume 20261116-0450 -n 2
     paceline resume last --steps 2000
 
-    At any number of workers up to the run's slots, the weights come out as if nothing had happened. When it
-    ends may be said anew, further away or nearer.
+    At any number of workers up to the run's slots, the weights come out as if nothing had happened; replicas that
+    train apart (local, postlocal, diloco, streaming, gossip) stay as many as they were. When it ends may be said
+    anew, further away or nearer.
     """
     from paceline.cli.run import start
     from paceline.cluster.rendezvous import Rendezvous

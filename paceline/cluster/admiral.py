@@ -93,6 +93,7 @@ class Admiral:
             self._coordinator.save()
             self._coordinator.changed()  # a machine that is told to go waits until it hears that this is written down
             return
+        self._journal.servers_lost += 1
         trace = crash_trace(self._folder.log_of("server", server)) if code < 0 else ""
         if code not in KILLS:  # a mistake, which another server would only repeat
             self._coordinator.fail(self._journal.name(number), why, trace, code if code > 0 else 1, number)

@@ -177,12 +177,12 @@ class Coordinator:
         return ""
 
     def _slots(self) -> int:
-        return int(self._set("slots"))
+        return int(self.setting("slots"))
 
     def _strategy(self) -> str:
-        return str(self._set("strategy"))
+        return str(self.setting("strategy"))
 
-    def _set(self, name: str) -> Any:
+    def setting(self, name: str) -> Any:
         """The script's init() may have set it."""
         settings = self._folder.read_json(self._folder.config).get("settings", {})
         return settings.get(name, getattr(self._job.settings, name))

@@ -20,6 +20,8 @@ def conclude(job: Job, folder: RunFolder, journal: Journal, board: Board) -> int
     more: dict[str, Any] = {}
     if journal.rolled.times:
         more |= {"rollbacks": journal.rolled.times, "steps_redone": journal.rolled.redone}
+    more |= {"servers_lost": journal.servers_lost} if journal.servers_lost else {}
+    more |= {"coordinators_lost": journal.leaders_lost} if journal.leaders_lost else {}
     loads = {str(journal.role(number)[1]): board.load(number) for number in journal.servers}
     if any(load.calls for load in loads.values()):
         more["by_server"] = {server: asdict(load) for server, load in loads.items() if load.calls}

@@ -97,6 +97,9 @@ class Journal(msgspec.Struct):
     """Main has come to prepare()."""
     deaths: int = 0
     """That those who train had to recover from: not those of workers that had not joined."""
+    servers_lost: int = 0
+    leaders_lost: int = 0
+    """Those that did not lead to the run's end, and were not told to go."""
     raised: list[Raised] = []
     """Exceptions that were taken for their workers' own fault."""
     failure: Failure | None = None

@@ -87,7 +87,10 @@ class Leader:
                 self._outposts.close()
 
     def _begin(self) -> None:
-        self.journal.led_from = self._node.number
+        journal = self.journal
+        # One whose machine was told to go has handed the run on. Of one that was lost, nobody has written that yet.
+        journal.leaders_lost += self._office.fence > 1 and journal.machines[journal.led_from].here
+        journal.led_from = self._node.number
         self._coordinator.save()
         if self._office.fence == 1:
             me = {"pid": os.getpid(), "machine": self._node.number}

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MOST_IN_VAIN = 3
 """How often in a row a run goes back before it has trained a step: what happens then would happen again."""
-_WHY = "the run goes back to its newest checkpoint"
 
 
 class Rollback:
@@ -54,7 +53,7 @@ class Rollback:
         journal.buried += [number for number in ending if number in membership.standing]
         membership.end()
         self._coordinator.save()
-        self._folder.event("rolling back", why, notice=f"{why}; {_WHY}")
+        self._folder.event("rolling back", why, notice=f"{why}; {self._where_to()}")
         self._coordinator.changed()
         for number in ending:
             self._coordinator.kill(number)
@@ -77,7 +76,7 @@ class Rollback:
         before = [journal.role(number)[1] for number in journal.servers]
         journal.fleet = Fleet(fleet.wanted, fleet.replicas, fleet.starts_left - fleet.wanted, fleet.number, gone=before)
         servers = [journal.add_server() for _ in range(fleet.wanted)]
-        self._coordinator.follow_up(journal.membership.begin_again(_WHY))
+        self._coordinator.follow_up(journal.membership.begin_again(self._where_to()))
         for number in servers:
             self._coordinator.start(number)
 
@@ -92,10 +91,18 @@ class Rollback:
         return ", and no more processes may be started" * (short or journal.fleet.starts_left < journal.fleet.wanted)
 
     def _way_out(self) -> str:
+        return survival.after_the_last_copy(self._job.settings, self._folder.id, self._checkpointed is not False)
+
+    def _where_to(self) -> str:
+        """As far as it is known already: what can be read is for the new main to find out."""
+        known = True if self._job.resume else self._checkpointed
+        return _where_to(known, int(self._coordinator.setting("checkpoint_every")))
+
+    @property
+    def _checkpointed(self) -> bool | None:
+        """None: looking at an address of fsspec may take longer than this leader's lease; `paceline resume` will."""
         address = self._folder.checkpoints
-        # Looking at an address of fsspec may take longer than this leader's lease; `paceline resume` will.
-        checkpointed = "://" in address or any(Path(address).glob("step-*"))
-        return survival.after_the_last_copy(self._job.settings, self._folder.id, checkpointed)
+        return None if "://" in address else any(Path(address).glob("step-*"))
 
     def told(self, step: int) -> None:
         """It goes on at this step."""
@@ -108,6 +115,20 @@ class Rollback:
         words = f"goes on from its checkpoint of step {step}" if step else "has no checkpoint, and begins again"
         words = f"the run {words}: {_again(redone)}"
         self._folder.event("rolled back", words, step=step, redone=len(redone), notice=words)
+
+
+def _where_to(checkpointed: bool | None, every: int) -> str:
+    """
+    >>> _where_to(True, every=0), _where_to(False, every=0)
+    ('the run goes back to its newest checkpoint', 'the run has no checkpoint, and begins again from its start')
+    >>> _where_to(False, every=100)  # one may be in memory, or on its way to the disk
+    'the run goes back to its newest checkpoint, or to its start if there is none yet'
+    """
+    if checkpointed:
+        return "the run goes back to its newest checkpoint"
+    if not every:
+        return "the run has no checkpoint, and begins again from its start"
+    return "the run goes back to its newest checkpoint, or to its start if there is none yet"
 
 
 def _again(steps: range) -> str:

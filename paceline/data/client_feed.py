@@ -15,7 +15,7 @@ from paceline.data.clients import ClientShares, by_key, dirichlet, iid
 from paceline.data.dealing import Dealing
 from paceline.data.loader import Feed, feed_of
 from paceline.data.order import Ids
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 
 if TYPE_CHECKING:
     from paceline.strategies.federation import Federation
@@ -109,6 +109,6 @@ def _labels(data: Any) -> NDArray[Any]:
         if found is not None and found.shape == (len(data),):
             return found
     raise UsageError(
-        f"--strategy federated:alpha=…: the labels of a {type(data).__name__} are not known; give it .targets, or say them: "
+        f"--strategy federated:alpha=…: the labels of {a_kind(data)} are not known; give it .targets, or say them: "
         "paceline.clients(loader, labels=labels)"
     )

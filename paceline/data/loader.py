@@ -29,7 +29,7 @@ from paceline.data.order import Ids, Order, Sampled, Shuffled, mix
 from paceline.data.partition import BatchShares, GivenBatches, ItemShares, Shares, Split
 from paceline.data.random import set_seed
 from paceline.data.values import leading_size, pinned
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 
 _END = object()
 _ITEM = 7  # keeps the seeds of items apart from those of steps and of collation
@@ -320,7 +320,7 @@ def build_feed(loader: Any, slots: int, split: Split, seed: int) -> Feed:
     """The feed for what the user gave to prepare()."""
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            f"prepare() was given a {type(loader).__name__} as loader; give a torch DataLoader "
+            f"prepare() was given {a_kind(loader)} as loader; give a torch DataLoader "
             "(for arrays: DataLoader(TensorDataset(torch.from_numpy(x), ...), batch_size=...))"
         )
     if isinstance(loader.dataset, IterableDataset):

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.errors import OWN_GROUP, UsageError
+from paceline.errors import OWN_GROUP, UsageError, a_kind
 from paceline.loop.steps import Stepper
 from paceline.state.replica import Replica
 from paceline.worker.session import user_line
@@ -104,7 +104,7 @@ def forgotten_schedulers(replica: Replica, registered: Iterable[Any]) -> Iterato
     for item in gc.get_objects():
         if issubclass(type(item), LRScheduler) and id(item) not in known and id(item.optimizer) in driven:
             yield (
-                f"a {type(item).__name__} drives a prepared optimizer but was not given to prepare(): in a worker that replaces "
+                f"{a_kind(item)} drives a prepared optimizer but was not given to prepare(): in a worker that replaces "
                 "a lost one, and in a resumed run, it would begin anew and set other learning rates, which ends the run; "
                 "add it to prepare()"
             )
@@ -124,7 +124,7 @@ def forgotten_averages(replica: Replica, registered: Iterable[Any]) -> Iterator[
     for item in copies:
         if id(item) not in inner:
             yield (
-                f"a {type(item).__name__} like a prepared model is neither prepared nor registered: if it changes while the run "
+                f"{a_kind(item)} like a prepared model is neither prepared nor registered: if it changes while the run "
                 "trains, as an average of weights does, a worker that replaces a lost one, and a resumed run, would begin it "
                 "anew; name it: run.register('ema', …)"
             )

@@ -20,7 +20,7 @@ from paceline.data.copies import strided
 from paceline.data.order import mix
 from paceline.data.random import seeded, set_seed
 from paceline.data.values import place
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 from paceline.tensors.snapshot import Snapshot
 from paceline.wires.board import Phase
 from paceline.worker.session import user_line
@@ -38,7 +38,7 @@ def evaluate(run: Run, fn: Callable[[Any], dict[str, Any]], loader: Any) -> dict
             sums = fn(batch)
             if not isinstance(sums, dict):
                 raise UsageError(
-                    f"{user_line()}: the function given to evaluate() returned a {type(sums).__name__}; it must return a "
+                    f"{user_line()}: the function given to evaluate() returned {a_kind(sums)}; it must return a "
                     'dict of sums over its batch, such as {"correct": …, "count": len(y)}'
                 )
             mine.append((number, {name: float(value) for name, value in sums.items()}))
@@ -71,7 +71,7 @@ def predict(run: Run, fn: Callable[[Any], torch.Tensor], loader: Any) -> torch.T
 
 def _own_batches(run: Run, loader: Any) -> Iterator[tuple[int, Any]]:
     if not isinstance(loader, DataLoader):
-        raise UsageError(f"{user_line()}: evaluate() and predict() take a DataLoader, not a {type(loader).__name__}")
+        raise UsageError(f"{user_line()}: evaluate() and predict() take a DataLoader, not {a_kind(loader)}")
     if run.terms.following:
         return
     meeting = run.terms.meeting

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch.autograd.graph import increment_version
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a_kind
 from paceline.servers.calling import RefusedError, Reply
 from paceline.servers.holders import NOWHERE, Directory
 from paceline.servers.keys_messages import FRAGMENTS, Names, Pulls, Pushes, fragment_of
@@ -296,11 +296,11 @@ class KeyValues:
 
 def _check(key: str, tensor: torch.Tensor | None) -> None:
     if not isinstance(key, str):
-        raise UsageError(f"a key is a string, and {key!r} is a {type(key).__name__}")
+        raise UsageError(f"a key is a string, and {key!r} is {a_kind(key)}")
     if tensor is None:
         return
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{key}: this is no tensor, but a {type(tensor).__name__}")
+        raise UsageError(f"{key}: this is no tensor, but {a_kind(tensor)}")
     if tensor.dtype not in DTYPES.values() or tensor.layout != torch.strided:
         raise UsageError(f"{key} is {tensor.layout} of {tensor.dtype}; keys are dense tensors of {', '.join(DTYPES)}")
     if tensor.nbytes > LARGEST_BODY:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.servers import clocks
-from paceline.servers.delays import OPTIONS, Delays, split
+from paceline.servers.delays import OPTIONS, split
 from paceline.settings import there_are
 from paceline.strategies import rhythm
 from paceline.tensors import codecs
@@ -45,12 +45,19 @@ class Entry(NamedTuple):
     """Module and class of the same with a codec, if there is one."""
     uncoded: str = ""
     """Why not."""
+    kin: str = ""
+    """Then: what takes a codec and is nearest to it; behind that the same number, if it has one."""
     rows: bool = False
     """Whether it trains the rows of a SparseEmbedding."""
     behind: bool = False
     """Whether these may be read some updates behind: then other bits come out each time."""
     reads: Callable[[str], object] = clocks.parse
     """What stands behind its name; UsageError if it cannot. Of those with servers."""
+
+    @property
+    def clients(self) -> bool:
+        """Whether what workers train is clients, on data that may have to stay where it is."""
+        return self.reads is _federation
 
     @property
     def words(self) -> str:
@@ -105,6 +112,7 @@ TABLE = {
         servers=True,
         numbers=":1",
         uncoded="who is slow may be steps behind, and what a codec keeps of its share is by then that of a later step",
+        kin="ps",
     ),
     "ps+rows": _behind("at servers", one=False),
     "central": Entry(
@@ -134,6 +142,8 @@ TABLE = {
         "P out and P in every 4 steps",
         numbers=":4",
         apart=True,
+        uncoded="weights, not differences: what a codec leaves out of these is lost with each change of partner",
+        kin="local",
     ),
     "federated": Entry(
         "paceline.strategies.federated",
@@ -162,11 +172,34 @@ def find(text: str) -> Entry:
         return entry
     codecs.read(codec)
     if entry.coded is None:
+        coded = f", or {_kin(plain, entry)}+{codec}" if entry.kin else ""
         raise UsageError(
-            f"--strategy {text}: {plain} sends everything as it is ({entry.uncoded}); write {plain}, or ps+{codec}"
+            f"--strategy {text}: {plain} sends everything as it is ({entry.uncoded}); write {plain}{coded}"
         )
     module, name = entry.coded
     return entry._replace(module=module, name=name)
+
+
+def _kin(plain: str, entry: Entry) -> str:
+    """
+    >>> _kin("gossip:4", TABLE["gossip"]), _kin("ps+backup:1", TABLE["ps+backup"])
+    ('local:4', 'ps')
+    """
+    if not TABLE[entry.kin].apart:
+        return entry.kin
+    return f"{entry.kin}:{rhythm.parse(plain).every}"
+
+
+def _first_legal(*candidates: str) -> str:
+    """The nearest comes first. If there is none, what is wrong with the last one is the thing to say."""
+    for text in candidates[:-1]:
+        try:
+            find(text)
+        except UsageError:
+            continue
+        return text
+    find(candidates[-1])
+    return candidates[-1]
 
 
 def rounds_of(text: str) -> int:
@@ -175,7 +208,7 @@ def rounds_of(text: str) -> int:
     >>> rounds_of("federated:rounds=3,clients=8"), rounds_of("federated"), rounds_of("ssp:3")
     (3, 0, 0)
     """
-    return _federation(text).rounds if find(text).reads is _federation else 0
+    return _federation(text).rounds if find(text).clients else 0
 
 
 def split_codec(text: str) -> tuple[str, str]:
@@ -188,33 +221,29 @@ def split_codec(text: str) -> tuple[str, str]:
     early = [word for word in words[1:] if codecs.is_codec(word)]
     if early and not codecs.is_codec(last):
         rest = [word for word in (*words, last) if word not in early]
-        raise UsageError(f"--strategy {text}: a codec comes last; write {'+'.join([*rest, early[-1]])}")
+        near = _first_legal("+".join([*rest, early[-1]]), f"{words[0]}+{early[-1]}", words[0])
+        raise UsageError(f"--strategy {text}: a codec comes last; write {near}")
     if not words or not codecs.is_codec(last):
         return text, ""
     if codecs.is_codec(words[-1]) and len(words) > 1:
-        raise UsageError(f"--strategy {text}: gradients are sent by one codec; write {'+'.join([*words[:-1], last])}")
+        rest = [word for word in words if not codecs.is_codec(word)]
+        near = _first_legal("+".join([*rest, last]), "+".join(rest), words[0])
+        raise UsageError(f"--strategy {text}: gradients are sent by one codec; write {near}")
     return "+".join(words), last
 
 
 def _find(text: str) -> Entry:
     _refuse_misplaced_rows(text)
-    mode, delays = text, Delays()
-    if text.partition(":")[0] not in (name for name in TABLE if "+" in name):
-        first, *options = text.split("+")
-        entry = TABLE.get(first.partition(":")[0])
-        for option in options if entry is not None and entry.coded and not entry.free else ():
-            if option.partition(":")[0] not in OPTIONS:
-                codecs.read(option)
-        mode, delays = split(text)
+    first, *options = text.split("+")
+    mode = text
+    if options and text.partition(":")[0] not in (name for name in TABLE if "+" in name):
+        _refuse_misplaced_options(text, first, options, _find(first))
+        mode = split(text)[0]
     name, _, numbers = mode.partition(":")
     if name not in TABLE:
         listed = [f"{known}{entry.numbers}" for known, entry in TABLE.items()]
         words = f"unknown strategy {text!r}{there_are(name, TABLE, listed)}"
         raise UsageError(f"{words}; `paceline strategies` says what they do")
-    if delays and not TABLE[name].free:
-        raise UsageError(
-            f"--strategy {text}: only workers at their own pace have delays; write async, ssp:3 or dssp:1,8"
-        )
     if TABLE[name].apart:
         rhythm.parse(text)
     elif TABLE[name].servers:
@@ -222,6 +251,25 @@ def _find(text: str) -> Entry:
     elif numbers:
         raise UsageError(f"--strategy {text}: {name} takes no numbers; write --strategy {name}")
     return TABLE[name]
+
+
+def _refuse_misplaced_options(text: str, first: str, options: list[str], entry: Entry) -> None:
+    """What is joined to a strategy, and is no codec: only workers at their own pace take something."""
+    if entry.free:
+        return
+    delays = [option for option in options if option.partition(":")[0] in OPTIONS]
+    for option in options if entry.coded else ():
+        if option not in delays:
+            codecs.read(option)
+    if delays:
+        near = "" if _keeps_apart(entry) else f", or {_first_legal(f'async+{delays[0]}', 'async+damp:0.5')}"
+        raise UsageError(f"--strategy {text}: only workers at their own pace have delays; write {first}{near}")
+    raise UsageError(f"--strategy {text}: {options[0]!r} cannot be joined to {first}; write {first}")
+
+
+def _keeps_apart(entry: Entry) -> bool:
+    """Whether weights are trained apart, on data that may have to stay where it is: nothing at servers is near to that."""
+    return entry.apart or entry.clients
 
 
 def _refuse_misplaced_rows(text: str) -> None:
@@ -233,9 +281,11 @@ def _refuse_misplaced_rows(text: str) -> None:
     bound = f"rows:{number}" if number.isascii() and number.isdigit() else "rows:2"
     if f"{first}+rows" in TABLE and not options[0].startswith("backup"):
         raise UsageError(f"--strategy {text}: nothing but a codec can be joined to {first}+rows; write {first}+{bound}")
+    entry = TABLE.get(first.partition(":")[0])
+    apart = entry is not None and _keeps_apart(entry)
     raise UsageError(
         f"--strategy {text}: only ps and central train the rows of a SparseEmbedding, which lie at their servers; write "
-        f"ps+{bound}"
+        f"{_first_legal(first) if apart else f'ps+{bound}'}"
     )
 
 

@@ -87,14 +87,16 @@ def parse(text: str) -> Rhythm:
     Rhythm(every=20, outer=SGD(lr=1.0, momentum=0.0), first=0, fragments=1, overlap=0, mix=0.0)
     >>> parse("streaming:4,5")
     Traceback (most recent call last):
-    paceline.errors.UsageError: --strategy streaming:4,5: 5 fragments in 4 steps: there is one a step at most
+    paceline.errors.UsageError: --strategy streaming:4,5: 5 fragments in 4 steps: there is one a step at most; write streaming:4,4
     """
     name, _, rest = ("gossip:1" if text == "gossip" else text).partition(":")
     numbers, options = _read(text, name, [part for part in rest.split(",") if part])
     first, every, fragments = numbers.get("first", 0), numbers["H"], numbers.get("fragments", 1)
     window, streams = every // fragments, name == "streaming"
     if not window:
-        raise UsageError(f"--strategy {text}: {fragments} fragments in {every} steps: there is one a step at most")
+        raise UsageError(
+            f"--strategy {text}: {fragments} fragments in {every} steps: there is one a step at most; write {name}:{every},{every}"
+        )
     overlap = options.pop("overlap", min(_OVERLAP, window - 1)) if streams else 0
     mix = options.pop("mix", _MIX if overlap else 0.0) if streams else 0.0
     if not (isinstance(overlap, int) and 0 <= overlap < window):
@@ -103,12 +105,15 @@ def parse(text: str) -> Rhythm:
         )
     if not (isinstance(mix, int | float) and 0 <= mix < 1):
         raise UsageError(f"--strategy {text}: mix is what the own weights count for, from 0 to below 1")
-    return Rhythm(every, _outer(text, name, options), first, fragments, overlap, float(mix))
+    return Rhythm(every, _outer(text, name, options, every), first, fragments, overlap, float(mix))
 
 
 def _read(text: str, name: str, parts: Sequence[str]) -> tuple[dict[str, int], dict[str, int | float | str]]:
-    wrong = UsageError(f"--strategy {text}: write it like {_EXAMPLES[name]}")
     wanted = _NUMBERS[name]
+    if text == name and not parts:
+        usual = _EXAMPLES[name].partition(" or ")[0]
+        raise UsageError(f"--strategy {text}: for the steps between two exchanges there is no default; write {usual}")
+    wrong = UsageError(f"--strategy {text}: write it like {_EXAMPLES[name]}")
     if len(parts) < len(wanted) or not all(part.isdecimal() for part in parts[: len(wanted)]):
         raise wrong
     numbers = {key: int(part) for key, part in zip(wanted, parts, strict=False)}
@@ -132,10 +137,11 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def _outer(text: str, name: str, options: dict[str, int | float | str]) -> AnyOuter:
+def _outer(text: str, name: str, options: dict[str, int | float | str], every: int) -> AnyOuter:
     averaging = name in ("gossip", "local", "postlocal")
     if averaging and options:
-        raise UsageError(f"--strategy {text}: {name} takes the mean, and has no {next(iter(options))}; write diloco")
+        near = _with_outer(every, options) or text.partition(f",{next(iter(options))}=")[0]
+        raise UsageError(f"--strategy {text}: {name} takes the mean, and has no {next(iter(options))}; write {near}")
     if averaging:
         return SGD()
     kind = options.pop("outer", "nesterov")
@@ -146,3 +152,13 @@ def _outer(text: str, name: str, options: dict[str, int | float | str]) -> AnyOu
         return make(kind, **values)
     except UsageError as error:
         raise UsageError(f"--strategy {text}: {error}") from None
+
+
+def _with_outer(every: int, options: dict[str, int | float | str]) -> str:
+    """diloco with these numbers, if it takes them."""
+    text = ",".join([f"diloco:{every}", *(f"{key}={value}" for key, value in options.items())])
+    try:
+        parse(text)
+    except UsageError:
+        return ""
+    return text

@@ -164,14 +164,17 @@ def _workers_words(summary: dict[str, Any]) -> str:
 def _recovered_words(summary: dict[str, Any]) -> str:
     """
     >>> _recovered_words({"recoveries": 1, "longest_gap_s": 0.5637, "median_step_s": 0.0844})
-    'from 1 loss; longest gap between steps 0.564 s, a step 0.0844 s'
+    'from 1 lost worker; longest gap between steps 0.564 s, a step 0.0844 s'
     """
-    if not summary.get("recoveries"):
+    lost = [counted(summary[key], f"lost {word}") for key, word in _LOST.items() if summary.get(key)]
+    if not lost:
         return ""
-    losses = "1 loss" if summary["recoveries"] == 1 else f"{summary['recoveries']} losses"
     gaps = (("longest_gap_s", "longest gap between steps"), ("median_step_s", "a step"))
     known = [f"{words} {summary[key]:.3g} s" for key, words in gaps if summary.get(key)]
-    return f"from {losses}" + (f"; {', '.join(known)}" if known else "")
+    return f"from {', '.join(lost)}" + (f"; {', '.join(known)}" if known else "")
+
+
+_LOST = {"recoveries": "worker", "servers_lost": "server", "coordinators_lost": "coordinator"}
 
 
 def _rounds_words(summary: dict[str, Any]) -> str:
@@ -200,7 +203,10 @@ def _sent_words(summary: dict[str, Any]) -> str:
     '1.5 MB, 0.254 of what fp32 would be; copies of states 18.1 MB'
     """
     sent, copied, coded = summary.get("wire_bytes"), summary.get("copied_bytes"), summary.get("compression")
-    words = f"{sent / 1e6:,.1f} MB" if sent else ""
+    # What a worker has sent is gone with it; and a resumed run begins to count anew.
+    others = summary.get("terms", 1) > 1 or summary.get("resumed")
+    who = " by the workers there at the end" + ", since the resume" * bool(summary.get("resumed")) if others else ""
+    words = f"{sent / 1e6:,.1f} MB{who}" if sent else ""
     words += f", {coded:.3g} of what fp32 would be" if words and coded is not None else ""
     return "; ".join(part for part in (words, f"copies of states {copied / 1e6:,.1f} MB" if copied else "") if part)
 

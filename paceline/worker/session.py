@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -65,13 +66,24 @@ Ask = Callable[[Any], tuple[Any, list[int]]]
 
 def user_line() -> str:
     """The innermost line of the user's own code that is running now, as file:line."""
+    frame = _user_frame()
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "the script"
+
+
+def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, _TORCH, "<frozen")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
+    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, _TORCH, "<frozen")):
         frame = frame.f_back
-    return "the script"
+    return frame
+
+
+def warn_of_user_line(text: str) -> None:
+    """A warning at the user's own line: between that and here there are more frames or fewer, some of them torch's."""
+    frame = _user_frame()
+    if frame is None:
+        warnings.warn(text, UserWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 class Session:

@@ -22,7 +22,8 @@ class Sent(NamedTuple):
 def summarise(
     run: Run, weights_sha256: str, exit: str, waits: dict[int, dict[int, float]], sent: Sent
 ) -> dict[str, Any]:
-    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds."""
+    """Write the summary; worker 0 does, once all replicas agreed. `waits`: who has waited for whom, in seconds; `sent`: what the
+    workers that are here have sent, since each of them came."""
     session, stepper = run._session, run._stepper
     wall = time.monotonic() - run._started
     split = stepper.split.as_dict() if stepper else {}
@@ -48,6 +49,7 @@ def summarise(
         "metrics": run.metrics,
         "time_split": split,
         "terms": session.view.term,
+        "resumed": session.ticket is not None and bool(session.ticket.resume),
         "recoveries": session.recoveries,
         "shares_redone": stepper.redone if stepper else 0,
         "median_step_s": round(stepper.gaps.median_s, 6) if stepper else 0.0,

@@ -231,6 +231,25 @@ def test_files_of_weights_are_hashed(tmp_path: Path, zipped: bool) -> None:
     assert call("hash", str(tmp_path / "w.pt")).output.startswith("8aefad56d866")
 
 
+def test_what_a_hash_leaves_out_is_said_beside_it(tmp_path: Path) -> None:
+    zeros = {"w": torch.zeros(2)}
+    path = str(tmp_path / "w.pt")
+    torch.save({"model": zeros, "ema": {"w": torch.ones(2)}, "best": torch.tensor(0.9), "epoch": 3}, path)
+    result = call("hash", path)
+    assert result.stdout.startswith("8aefad56d866") and len(result.stdout.split()) == 1, (
+        "the number alone can be piped on"
+    )
+    assert result.stderr == f"paceline: this is the hash of 'model' in {path}; left out: 'ema', 'best'\n"
+    torch.save({"state_dict": {"model": zeros, "head": zeros}, "opt": {"state": {0: {"m": torch.zeros(2)}}}}, path)
+    assert "the hash of 'state_dict.model' in" in call("hash", path).stderr
+    assert call("hash", path).stderr.endswith("left out: 'opt', 'state_dict.head'\n")
+    torch.save({**zeros, "buffers": zeros}, path)
+    assert "the hash of the tensors at the top in" in call("hash", path).stderr
+    for alone in (zeros, {"model": zeros}, {"model": zeros, "epoch": 3, "optimizer": {"lr": 0.1}}):
+        torch.save(alone, path)
+        assert call("hash", path).output.split() == [call("hash", path).stdout.strip()], "nothing is left out"
+
+
 # doctor
 
 

@@ -71,6 +71,7 @@ def test_coordinator_and_worker_together(tmp_path: Path, weights: str) -> None:
         result = ended(run)
     assert result.weights == weights and result.summary["workers"] == 3
     assert "any process of this run may die" in result.err
+    assert "from 1 lost worker, 1 lost coordinator" in result.err and "by the workers there at the end" in result.err
     recovered = next(event for event in result.events() if event["event"] == "recovered")
     assert "agreed" in recovered["why"] and recovered["term"] == 2
 

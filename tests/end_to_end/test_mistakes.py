@@ -159,6 +159,9 @@ def test_averages_that_a_replacement_would_begin_anew_are_a_warning(tmp_path: Pa
     result = launch(tmp_path, HEAD + EMA + BODY, "-n", "2")
     told = [event["why"] for event in result.events() if event["event"] == "warning"]
     assert result.code == 0 and len(told) == 2 and all("run.register('ema', …)" in why for why in told), told
+    assert any(why.startswith("an AveragedModel like a prepared model") for why in told), told
+    assert "train.py:16: UserWarning: paceline: an AveragedModel" in result.err + result.out
+    assert "_begin_loop" not in result.err + result.out, "it is the script's line that is shown"
     given = EMA + "run.register('ema', ema)\nrun.register('teacher', teacher)\n"
     result = launch(tmp_path, HEAD + given + BODY, "-n", "2", name="given")
     assert result.code == 0 and not any(event["event"] == "warning" for event in result.events())

@@ -81,7 +81,7 @@ def test_all_killed_then_resumed_gives_the_same_bits(
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["weights_sha256"] == reference[0]
     assert done.stdout.split("average ")[1].split() == [reference[1], "True"], "registered state comes back too"
-    assert summary["samples"] == 12 * 272
+    assert summary["samples"] == 12 * 272 and summary["resumed"]
     assert "going on from step" in done.stderr
 
 

@@ -29,7 +29,9 @@ def test_a_server_dies_with_the_coordinator_and_its_second_fault_is_passed_over(
     assert told == [(plan[0], 0), (plan[1], None), (f"{plan[2]}: passed over, server 0 is gone", 0)]
     ends = [event["server"] for event in done.events() if event["event"] == "server ended"]
     assert ends[0] == 0 and sorted(ends) == [0, 1, 2], "another one came in its place"
+    assert (done.summary["servers_lost"], done.summary["coordinators_lost"]) == (1, 1)
     shown = paceline("show", "it", cwd=tmp_path).stdout
+    assert "from 1 lost server, 1 lost coordinator" in shown
     assert "3 servers, 1 of them lost" in shown
     (failover,) = [line for line in shown.splitlines() if line.startswith("server 0 ")]
     assert re.fullmatch(r"server 0  +[\d.]+ s +\+[\d.]+ s +server 2 \+[\d.]+ s +(\+[\d.]+ s|-)", failover), failover
@@ -58,7 +60,8 @@ def test_the_only_copy_is_lost_without_a_checkpoint(tmp_path: Path, flags: tuple
     cure = "--servers 2" if "1" in flags[:2] else "--replicas 2"
     assert f"after a server's death it begins again from the start ({cure} spares it that)" in done.err
     lost = "server 0 was killed by SIGKILL, and no other server had a copy of all that it held"
-    assert f"{lost}; the run goes back to its newest checkpoint" in done.err
+    assert f"{lost}; the run has no checkpoint, and begins again from its start" in done.err
+    assert "goes back to its newest checkpoint" not in done.err
     last = done.summary["steps_redone"] - 1
     assert last >= 29
     assert f"the run has no checkpoint, and begins again: steps 0-{last} are trained again" in done.err
@@ -82,6 +85,7 @@ def test_the_only_copy_is_lost_and_a_checkpoint_is_there(tmp_path: Path, weights
     assert done.weights == weights and done.summary["rollbacks"] == 1
     (back,) = [event for event in done.events() if event["event"] == "rolled back"]
     assert (back["step"], back["redone"]) == (21, 9) and done.summary["steps_redone"] == 9
+    assert "no other server had a copy of all that it held; the run goes back to its newest checkpoint\n" in done.err
     assert "the run goes on from its checkpoint of step 21: steps 21-29 are trained again" in done.err
     verified = paceline("verify", "it", cwd=tmp_path)
     assert verified.returncode == 0 and "every one of 96 samples exactly once" in verified.stdout, verified.stdout

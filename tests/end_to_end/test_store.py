@@ -24,7 +24,7 @@ def test_the_first_machine_is_lost(tmp_path: Path, seed: int, weights: str, etcd
         assert led["machine"] == 1
         run.wait_for_event("machine", machine=0)
         summary = summary_of(run)
-    assert summary["weights_sha256"] == weights
+    assert summary["weights_sha256"] == weights and summary["coordinators_lost"] == 1
     assert one_of_each(run) == [2]
 
 
@@ -73,6 +73,7 @@ def test_the_machine_that_leads_is_told_to_go(tmp_path: Path, weights: str, etcd
         run.wait_for_event("joined")
         summary = summary_of(run)
     assert summary["weights_sha256"] == weights and summary["recoveries"] == 1
+    assert "coordinators_lost" not in summary, "it has handed the run on"
     ends = {e["worker"]: e["exit_code"] for e in run.lines("events.jsonl") if e["event"] == "worker ended"}
     assert (ends[0], ends[1]) == (0, 0)
     assert one_of_each(run) == [3], "fence 2 was nobody's"

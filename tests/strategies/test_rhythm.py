@@ -50,11 +50,14 @@ def test_what_is_written() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("local", "write it like local:20"),
+        ("local", "there is no default; write local:20"),
+        ("diloco", "there is no default; write diloco:50"),
+        ("streaming", "there is no default; write streaming:50,4"),
+        ("local:", "write it like local:20"),
         ("gossip:0", "write it like gossip or gossip:4"),
-        ("gossip:4,lr=1", "gossip takes the mean, and has no lr; write diloco"),
+        ("gossip:4,lr=1", "gossip takes the mean, and has no lr; write diloco:4,lr=1"),
         ("local:0", "write it like local:20"),
-        ("local:20,lr=1", "local takes the mean, and has no lr; write diloco"),
+        ("local:20,lr=1", "local takes the mean, and has no lr; write diloco:20,lr=1"),
         ("diloco:50,lr=-1", "lr must be above 0"),
         ("diloco:50,outer=adam,momentum=0.9", "adam has no momentum"),
         ("diloco:50,outer=lion", "there is no outer optimizer 'lion'"),

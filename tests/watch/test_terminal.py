@@ -103,6 +103,21 @@ def test_the_final_table_tells_of_rounds_and_of_what_was_sent() -> None:
     assert not {"rounds", "sent"} & set(dict(summary_rows({"wire_bytes": 0, "copied_bytes": 0}, "runs/x")))
 
 
+def test_who_was_lost_is_counted_by_what_it_was() -> None:
+    row = dict(summary_rows({"recoveries": 2, "servers_lost": 1, "coordinators_lost": 1}, "runs/x"))["recovered"]
+    assert row == "from 2 lost workers, 1 lost server, 1 lost coordinator"
+    assert dict(summary_rows({"coordinators_lost": 2}, "runs/x"))["recovered"] == "from 2 lost coordinators"
+    assert "recovered" not in dict(summary_rows({"recoveries": 0}, "runs/x"))
+
+
+def test_where_workers_went_what_was_sent_is_said_to_be_that_of_the_others() -> None:
+    sent = {"wire_bytes": 224_000_000, "terms": 1, "resumed": False}
+    assert dict(summary_rows(sent, "runs/x"))["sent"] == "224.0 MB"
+    assert dict(summary_rows({**sent, "terms": 3}, "runs/x"))["sent"] == "224.0 MB by the workers there at the end"
+    row = dict(summary_rows({**sent, "resumed": True, "compression": 0.25}, "runs/x"))["sent"]
+    assert row == "224.0 MB by the workers there at the end, since the resume, 0.25 of what fp32 would be"
+
+
 def test_what_is_not_known_is_left_out() -> None:
     assert summary_rows({"exit": "failed: boom", "workers": 2}, "runs/x") == [
         ("exit", "failed: boom"),
