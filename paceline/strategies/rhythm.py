@@ -29,9 +29,11 @@ _EXAMPLES = {
     "gossip": "gossip or gossip:4",
     "local": "local:20",
     "postlocal": "postlocal:500,20",
-    "diloco": "diloco:50 or diloco:50,lr=0.7,momentum=0.9",
+    "diloco": "diloco or diloco:50,lr=0.7,momentum=0.9",
     "streaming": "streaming:50,4 or streaming:50,4,overlap=2,mix=0.5",
 }
+_USUAL = {"gossip": "gossip:1", "diloco": "diloco:50"}
+"""What a bare name stands for."""
 _OVERLAP, _MIX = 5, 0.5
 
 
@@ -89,7 +91,7 @@ def parse(text: str) -> Rhythm:
     Traceback (most recent call last):
     paceline.errors.UsageError: --strategy streaming:4,5: 5 fragments in 4 steps: there is one a step at most; write streaming:4,4
     """
-    name, _, rest = ("gossip:1" if text == "gossip" else text).partition(":")
+    name, _, rest = _USUAL.get(text, text).partition(":")
     numbers, options = _read(text, name, [part for part in rest.split(",") if part])
     first, every, fragments = numbers.get("first", 0), numbers["H"], numbers.get("fragments", 1)
     window, streams = every // fragments, name == "streaming"

@@ -41,7 +41,7 @@ def test_what_is_given_comes_in_before_the_next_is_given(every: int, fragments: 
 def test_what_is_written() -> None:
     assert parse("gossip") == parse("gossip:1") == Rhythm(1, SGD())
     assert parse("postlocal:500,20") == Rhythm(20, SGD(), first=500)
-    assert parse("diloco:50") == Rhythm(50, Nesterov())
+    assert parse("diloco") == parse("diloco:50") == Rhythm(50, Nesterov())
     assert parse("diloco:50,lr=1,momentum=0.5") == Rhythm(50, Nesterov(lr=1, momentum=0.5))
     assert parse("streaming:50,4") == Rhythm(50, Nesterov(), fragments=4, overlap=5, mix=0.5)
     assert parse("streaming:4,4") == Rhythm(4, Nesterov(), fragments=4)
@@ -51,7 +51,7 @@ def test_what_is_written() -> None:
     ("text", "words"),
     [
         ("local", "there is no default; write local:20"),
-        ("diloco", "there is no default; write diloco:50"),
+        ("local", "there is no default; write local:20"),
         ("streaming", "there is no default; write streaming:50,4"),
         ("local:", "write it like local:20"),
         ("gossip:0", "write it like gossip or gossip:4"),
@@ -61,7 +61,7 @@ def test_what_is_written() -> None:
         ("diloco:50,lr=-1", "lr must be above 0"),
         ("diloco:50,outer=adam,momentum=0.9", "adam has no momentum"),
         ("diloco:50,outer=lion", "there is no outer optimizer 'lion'"),
-        ("diloco:50,lr=x", "write it like diloco:50"),
+        ("diloco:50,lr=x", "write it like diloco or diloco:50"),
         ("diloco:50,overlap=3", "nesterov has no overlap"),
         ("streaming:50", "write it like streaming:50,4"),
         ("streaming:50,60", "one a step at most"),
