@@ -12,6 +12,7 @@ import click
 from paceline.cli.options import runs_option
 from paceline.cluster.rendezvous import Rendezvous
 from paceline.folder import RunFolder
+from paceline.watch.glance import glance, words
 from paceline.watch.lines import aligned, compact
 from paceline.watch.observed import observed
 from paceline.watch.processes import processes_of
@@ -23,8 +24,8 @@ from paceline.watch.terminal import counted, summary_rows
 @runs_option
 @click.argument("run")
 def command(run: str, runs: Path) -> None:
-    """Show one run: its result, its processes while it runs, its settings with their origins, what its servers did and
-    became, who waited for whom, its events.
+    """Show one run: its result, or how far it is and its processes; its settings with their origins, what its servers did
+    and became, who waited for whom, its events.
 
     RUN is a run's id, the beginning of one, or 'last'.
     """
@@ -38,8 +39,10 @@ def command(run: str, runs: Path) -> None:
     place = Rendezvous.here(folder) if folder.machines() and "exit" not in summary else None
     known = {"exit": _how_it_stands(folder, place), **of_settings, **summary}
     table = [("setting", "value", "from"), *((k, str(v), origins.get(k, "")) for k, v in settings.items())]
+    at = words(glance(place)) if place is not None and place.is_served else ""
+    first, *others = summary_rows(known, str(folder.path))
     parts: list[Sequence[Sequence[str]]] = [
-        summary_rows(known, str(folder.path)),
+        [first, *([("at", at)] if at else []), *others],
         _processes(place, events),
         table if settings else [],
         *servers_of(events, summary.get("by_server") or {}),

@@ -244,6 +244,7 @@ def test_scale_up_and_down_while_it_trains(tmp_path: Path, weights: str) -> None
         shown = paceline("show", "it", cwd=tmp_path).stdout
         assert re.search(rf"^coordinator +{run.leader} +0 +leads the run$", shown, re.MULTILINE), shown
         assert re.search(r"^worker 1 +\d+ +0 +the run begins$", shown, re.MULTILINE), shown
+        assert re.search(r"^at +step \d\d+.*, epoch \d+, [\d,]+ samples; main is worker 0$", shown, re.MULTILINE), shown
         refused = paceline("scale", "it", "-n", "5", cwd=tmp_path)
         assert refused.returncode == 2 and "5 workers for 4 slots" in refused.stderr
         assert paceline("scale", "it", "-n", "4", cwd=tmp_path).returncode == 0
