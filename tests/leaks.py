@@ -98,10 +98,13 @@ def threads() -> dict[int, str]:
 
 def shared_files() -> set[str]:
     """What lies in this test process's own runtime folder (the stores of its runs), and torch's files in /dev/shm,
-    without those of living processes that are not our children."""
+    without those of living processes that are not our children, and without the empty one that a loader's process leaves
+    which is killed in the moment between making and removing it: torch does both, and nobody else could."""
     ours = {os.getpid(), *children()}
     return {str(path) for path in _entries(runtime_folder()) if path.name.startswith("paceline")} | {
-        str(path) for path in _entries(_SHM) if path.name.startswith("torch_") and not _is_anothers(path.name, ours)
+        str(path)
+        for path in _entries(_SHM)
+        if path.name.startswith("torch_") and not _is_anothers(path.name, ours) and _has_bytes(path)
     }
 
 
@@ -110,6 +113,13 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+def _has_bytes(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:  # gone by now
+        return False
 
 
 def _is_anothers(name: str, ours: set[int]) -> bool:

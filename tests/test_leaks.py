@@ -112,7 +112,8 @@ def test_a_file_in_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("tests.leaks._SHM", shm)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
     before = Held.now()
-    (shm / "torch_abc").touch()
+    (shm / "torch_abc").write_bytes(b"x")
+    (shm / "torch_empty").touch()
     (shm / "paceline-of-another-test-process").touch()
     (own / "paceline-1.db").touch()
     (own / "somebody-elses").touch()
@@ -123,10 +124,10 @@ def test_files_of_living_strangers_are_not_ours(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("tests.leaks._SHM", tmp_path)
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (tmp_path / "torch_1_5_0").touch()  # process 1 lives, and is not our child
+    (tmp_path / "torch_1_5_0").write_bytes(b"x")  # process 1 lives, and is not our child
     ours = [tmp_path / f"torch_{pid}_5_0" for pid in (os.getpid(), gone.pid)]
     for path in ours:
-        path.touch()
+        path.write_bytes(b"x")
     assert shared_files() == {str(path) for path in ours}
 
 
