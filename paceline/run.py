@@ -219,6 +219,11 @@ class Run:
             )
         if name in self._registered:
             raise UsageError(f"register({name!r}): the name is taken")
+        if self._stepper is not None:
+            raise UsageError(
+                f"{user_line()}: register({name!r}) after training has begun: whoever takes a lost worker's place would not have it; "
+                "register before the loop"
+            )
         self._registered[name] = item
 
     # loops

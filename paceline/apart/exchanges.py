@@ -253,6 +253,7 @@ class Exchanges:
             return False
         self._behind = None
         self._run._replica.restore(common.tree["replica"])
+        self._run._keeping.restore_registered(common.tree["registered"])
         self._strategy.take_common(common.tree["strategy"])
         self._run._keeping.catch_up(common)
         self.samples = self._stepper.samples

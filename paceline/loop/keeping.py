@@ -51,6 +51,8 @@ class Keeping:
         """A checkpoint was due and could not be had: the next step at which it can gives one."""
         self._last = False
         """Whether the script's last loop ends at this boundary."""
+        self._stopped_at = -1
+        """The step whose checkpoint the run goes on from that stops."""
 
     def capture(self, mains: Mapping[str, Any] | None = None, states: Sequence[bytes] = ()) -> Snapshot:
         """The state between two steps; its tensors are references until it is written. With what is `mains`, of which a newcomer
@@ -62,7 +64,7 @@ class Keeping:
         return Snapshot(
             {
                 "settings": {name: getattr(run.settings, name) for name in BITS},
-                "registered": {name: item.state_dict() for name, item in run._registered.items()},
+                "registered": self._registered(),
                 "replica": run._replica.capture() | self._gradients(),
                 "strategy": run._strategy.capture(),
                 "precision": run._precision.capture(),
@@ -82,6 +84,15 @@ class Keeping:
             }
         )
 
+    def _registered(self) -> dict[str, Any]:
+        return {name: item.state_dict() for name, item in self._run._registered.items()}
+
+    def restore_registered(self, states: dict[str, Any]) -> None:
+        for name, item in self._run._registered.items():
+            if name not in states:
+                raise UsageError(f"{name!r} is registered here, but was not when the state was written")
+            item.load_state_dict(states[name])
+
     def _gradients(self) -> dict[str, Any]:
         """Those that the script still adds to. In the middle of a step they are its own business."""
         stepper = self._run._stepper
@@ -92,12 +103,9 @@ class Keeping:
         run, tree, stepper = self._run, snapshot.tree, self._run._stepper
         assert stepper is not None
         run._replica.restore(tree["replica"])
+        self.restore_registered(tree["registered"])
         run._strategy.restore(tree["strategy"])
         run._precision.restore(tree["precision"])
-        for name, item in run._registered.items():
-            if name not in tree["registered"]:
-                raise UsageError(f"{name!r} is registered here, but was not when the state was written")
-            item.load_state_dict(tree["registered"][name])
         run.state.update(tree["state"])
         run.metrics.update(tree["metrics"])
         run._stopping.reason = tree["stopped"]
@@ -114,7 +122,8 @@ class Keeping:
         one's own, if somebody is to go on from it."""
         run, receipts = self._run, [list(receipt) for receipt in self.ledger.recent]
         state = {"strategy": run._strategy.capture(), "samples": samples, "stopped": run.stopped, "receipts": receipts}
-        return Snapshot({**state, "replica": run._replica.capture()} if whole else state)
+        whole_state = {"replica": run._replica.capture(), "registered": self._registered()} if whole else {}
+        return Snapshot(state | whole_state)
 
     def catch_up(self, common: Snapshot) -> None:
         """This worker has missed that exchange."""
@@ -269,8 +278,10 @@ class Keeping:
         self._due = self._due._replace(step=run.step)  # which a checkpoint may have told, where workers meet nobody
 
     def at_stop(self) -> None:
-        """The run stops here, so that it can go on later; what the script still does is not part of it."""
-        if self._run.settings.checkpoint_every:
+        """The run stops here, so that it can go on later; what the script still does is not part of it, nor what replicas that
+        train apart exchange for that."""
+        if self._run.settings.checkpoint_every and self._stopped_at != self._run.step:
+            self._stopped_at = self._run.step
             self.settle()
             self._collect()
             self._checkpoint()
@@ -341,7 +352,11 @@ class Keeping:
     def _mains(self) -> dict[str, Any]:
         """What of a checkpoint is not the same for all workers, or is at the servers: whoever was main before may have used keys."""
         run = self._run
-        return {"keys": run.kv.state_dict() if run.settings.servers else {}, "state": run.state, "metrics": run.metrics}
+        return {"keys": run.kv.state_dict() if self._has_keys else {}, "state": run.state, "metrics": run.metrics}
+
+    @property
+    def _has_keys(self) -> bool:
+        return bool(self._run.settings.servers) or self._run._kv is not None
 
     def _take(self, states: Sequence[bytes]) -> None:
         """Training does not wait for a disk, but at its end: there is no later step that could give one."""
@@ -351,6 +366,8 @@ class Keeping:
         if not self._recorder.has_time(run.step):
             self._owed = True
             return
+        if self._has_keys:
+            _ = run.kv  # it dials before all is held, the first time
         with run._strategy.whole() as register:
             if register is not None:
                 assert isinstance(run._feeding.loop, Turns)

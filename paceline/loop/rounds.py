@@ -58,6 +58,8 @@ class Rounds:
         """Of the loop in hand."""
         self._ends = False
         """Whether that loop ends with this step, and the next one has an exchange before its own end."""
+        self._at_end = False
+        """Whether that loop ends with this step, as far as it is known."""
         self._exchanges = Exchanges(run, strategy, stepper)
         if self._copies is not None:
             self._exchanges.copied = self._copies.wait
@@ -178,7 +180,8 @@ class Rounds:
                 stepper.end()
                 number += 1
                 run._feeding.positions_at(loader, epoch, number)
-                self._ends = number == feed.steps and self._strategy.rhythm.meets_within(stepper.step, number)
+                self._at_end = number == feed.steps
+                self._ends = self._at_end and self._strategy.rhythm.meets_within(stepper.step, number)
                 yield from self._for_others(self._receipts[-1])
                 yield from self._at_boundary()
             yield from self._close()
@@ -188,20 +191,21 @@ class Rounds:
             self._left = True
             raise
         finally:
-            self._feed, self._in_loop, self._ends = None, False, False
+            self._feed, self._in_loop, self._ends, self._at_end = None, False, False, False
             feed.stop()
 
     def over_steps(self, count: int) -> Iterator[int]:
         run, stepper = self._run, self._stepper
         self.come_together()
         stepper.gaps.begin()
-        limit, self._in_loop = run.settings.steps, True
+        last, self._in_loop = min(count, run.settings.steps or count), True
         try:
-            for number in range(stepper.step, min(count, limit or count)):
+            for number in range(stepper.step, last):
                 self._begin_step(None, time.perf_counter())
                 if not self._exchanges.sits_out:
                     yield number
                 stepper.end()
+                self._at_end = number + 1 == last
                 yield from self._for_others(self._receipts[-1])
                 yield from self._at_boundary()
                 if run.stopped:
@@ -212,7 +216,7 @@ class Rounds:
             self._left = True
             raise
         finally:
-            self._in_loop = False
+            self._in_loop = self._at_end = False
 
     def _begin_step(self, batch: Batch | None, since: float) -> None:
         stepper = self._stepper
@@ -271,7 +275,8 @@ class Rounds:
             yield from self._meet()
         fragment = rhythm.gives(step)
         if fragment is not None:
-            self._given = self._strategy.give(fragment)
+            everything = self._at_end and rhythm.fragments == 1 and self._strategy.meets_all  # once, and not in two
+            self._given = self._strategy.give(None if everything else fragment)
             if rhythm.overlap:
                 self._exchanges.start(self._given)
             else:

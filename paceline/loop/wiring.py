@@ -28,7 +28,9 @@ def put_together(run: Run) -> Stepper:
         strategy.reach(reaching.parameters(session), session, _seat(run))
     if isinstance(strategy, Lasting):
         strategy.keep_in(session.lasting_segments, session.go_back)
-    replica.find_registered(run._registered.values())
+    if strategies.find(run.settings.strategy).apart:
+        replica.find_registered(run._registered.values())
+        run._agreement.share_registered(run.settings.strategy)
     peers, scales = run.terms.peers, run._precision.scales
     strategy.attach(replica, peers, run._mean, run._precision if scales else None)
     driven = strategy if isinstance(strategy, Stepwise) else Pieces(replica, run._mean)

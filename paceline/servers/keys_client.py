@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -28,7 +28,7 @@ from paceline.servers.lines import Server, before_redial, moved
 from paceline.servers.messages import Asked
 from paceline.tensors.channel import LARGEST_BODY, memory_of
 
-_THREADS = 4
+_THREADS, _ASKING = 4, 16
 
 
 class Pending(Future[Versioned]):
@@ -171,7 +171,8 @@ class KeyValues:
     def state_dict(self) -> dict[str, Any]:
         """All keys, as they are one after the other: nobody should push meanwhile."""
         self.wait()
-        names = [name for fragment in range(FRAGMENTS) for name in self._names(fragment)]
+        with ThreadPoolExecutor(_ASKING) as pool:
+            names = [name for found in pool.map(self._names, range(FRAGMENTS)) for name in found]
         found = self.wait(*[self.pull(name) for name in names]) if names else []
         return {name: [version, tensor] for name, (version, tensor) in zip(names, found, strict=True)}
 

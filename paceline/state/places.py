@@ -91,7 +91,7 @@ class _LocalDraft:
         self._aside.mkdir(parents=True)
         self._added: set[str] = set()
         removed = sorted(path for path in folder.glob(f"{_ASIDE}*{_REMOVED}") if not path.is_symlink())
-        if removed and is_fuse(os.stat(folder).st_dev, Path("/proc/self/mountinfo").read_text()):
+        if removed and is_fuse(os.stat(folder).st_dev, Path("/proc/self/mountinfo").read_text(errors="replace")):
             removed = []  # its readers on other machines are unknown to this one's kernel
         self._removed = removed[-1] if removed else None
         if removed:
@@ -153,6 +153,7 @@ def _discard(path: Path) -> None:
         gone = path
         if not path.name.endswith(_GONE):
             gone = path.with_name(path.name + _GONE)
+            shutil.rmtree(gone, ignore_errors=True)  # of one that died in the middle of that, and had this name
             os.rename(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
 

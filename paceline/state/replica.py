@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import UsageError
 from paceline.state.hash import weights_sha256
 
+Home: TypeAlias = tuple[dict[str, Any], str]
+"""Where a module looks for a tensor of its own: by this name, in this dict."""
 _ANOTHER_MODEL = "a run goes on with the model that it was begun with"
 
 
@@ -25,9 +28,10 @@ class Replica:
         self.schedulers: list[Any] = []
         self.params: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
-        self.buffer_homes: list[tuple[nn.Module, str]] = []
+        self.buffer_homes: list[Home] = []
         self.registered: list[torch.Tensor] = []
         """Of modules that the script has named beside the prepared ones: an average of the weights, say."""
+        self.registered_homes: list[Home] = []
         self._frozen: list[nn.Parameter] = []
 
     def add_model(self, model: nn.Module) -> None:
@@ -60,21 +64,22 @@ class Replica:
                 if buffer is not None and id(buffer) not in seen and buffer.dtype != torch.bool:
                     seen.add(id(buffer))
                     self.buffers.append(buffer)
-                    self.buffer_homes.append((module, name))
+                    self.buffer_homes.append((module._buffers, name))
 
     def find_registered(self, items: Iterable[Any]) -> None:
-        """List what numbers they have that no prepared model has."""
-        mine = {tensor.untyped_storage().data_ptr() for tensor in self.state_dict().values()}
-        modules = [item for item in items if isinstance(item, nn.Module)]
-        found = {id(tensor): tensor for item in modules for tensor in (*item.parameters(), *item.buffers())}
-        self.registered = [
-            tensor
-            for tensor in found.values()
-            if tensor.device == self.device
-            and tensor.dtype != torch.bool
-            and not tensor.is_complex()
-            and tensor.untyped_storage().data_ptr() not in mine
-        ]
+        """List what numbers modules among these have that no prepared model has, each once."""
+        mine = [tensor for tensor in (*self.params, *self._frozen, *self.buffers) if tensor.layout == torch.strided]
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in mine}
+        seen: set[int] = set()
+        for module in (module for item in items if isinstance(item, nn.Module) for module in item.modules()):
+            for home in (module._parameters, module._buffers):
+                for name, tensor in home.items():
+                    if tensor is None or id(tensor) in seen or not _has_numbers(tensor):
+                        continue
+                    seen.add(id(tensor))
+                    if tensor.untyped_storage().data_ptr() not in theirs:
+                        self.registered.append(tensor)
+                        self.registered_homes.append((home, name))
 
     @property
     def thawed(self) -> bool:
@@ -213,6 +218,12 @@ class Replica:
                     if name != "params":
                         digest.update(f"{name}={_words(group[name])};".encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    return (
+        not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel() > 0 and tensor.dtype != torch.bool
+    ) and not tensor.is_complex()
 
 
 def _packed(grad: torch.Tensor) -> Any:

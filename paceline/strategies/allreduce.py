@@ -56,7 +56,7 @@ class AllReduce:
         replica = self._replica
         self._reducer = self._new_reducer([*replica.params, *replica.buffers], len(replica.params))
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._buffers = Buffers(replica)
+        self._buffers = Buffers(replica.buffers, replica.buffer_homes)
         self._overlap = None
         if self._peers.size > 1 or self._scaled:
             self._overlap = Overlap(replica.params, self._reducer, self._grad_of, self._flat_backward_starts)

@@ -86,6 +86,8 @@ class Circle:
 
 class Averaging:
     same_bits = True
+    meets_all = True
+    """Whether an exchange of all weights has the same result as one of everything."""
 
     def __init__(self, text: str) -> None:
         """As it is written for --strategy."""
@@ -115,9 +117,8 @@ class Averaging:
 
     def _build(self) -> None:
         replica = self._replica
-        self._tensors = [*replica.params, *replica.registered]
-        self._theta = [tensor.detach().to(sum_dtype(tensor.dtype), copy=True) for tensor in self._tensors]
-        self._buffers = Buffers(replica)
+        self._theta = [param.detach().to(sum_dtype(param.dtype), copy=True) for param in replica.params]
+        self._buffers = Buffers(replica.buffers, replica.buffer_homes)
         self._buffers.begin()
         self._fragments = []
         for number, params in enumerate(cut_in_order([p.numel() for p in replica.params], self.rhythm.fragments)):
@@ -127,9 +128,11 @@ class Averaging:
             self._fragments.append(Fragment(params, self._reducer([*tensors, *buffers], len(tensors)), states))
         self._model = range(len(self._fragments))
         """Its fragments."""
+        self._registered = Buffers(replica.registered, replica.registered_homes)
+        self._registered.begin()
         if replica.registered:
-            behind = list(range(len(replica.params), len(self._tensors)))
-            self._fragments.append(Fragment(behind, Reducer(replica.registered, 0, self._peers), []))
+            reducer = Reducer([tensor.to(replica.device) for tensor in replica.registered], 0, self._peers)
+            self._fragments.append(Fragment([], reducer, []))
 
     def _reducer(self, tensors: list[torch.Tensor], count: int) -> Reducer:
         if self._codec is None:
@@ -160,7 +163,7 @@ class Averaging:
             fragment.samples = 0
 
     def give(self, number: int | None) -> Gift:
-        """A fragment as it is now, or all of them; what is registered by its values, all else by how far it has come."""
+        """A fragment as it is now, or all of them."""
         self._refuse_thawed()
         numbers = self._all_that_is_apart() if number is None else [number]
         differences: list[list[torch.Tensor | None]] = []
@@ -169,25 +172,20 @@ class Averaging:
             moves = self._buffers.take() if 0 in numbers else []
             for k, weight in zip(numbers, weights, strict=True):
                 mine: list[torch.Tensor | None] = [
-                    self._theta[index] - self._tensors[index] for index in self._fragments[k].params if k in self._model
+                    self._theta[index] - self._replica.params[index] for index in self._fragments[k].params
                 ]
-                mine += self._values_registered() if k not in self._model else moves if k == 0 else []
+                mine += self._moves_registered() if k not in self._model else moves if k == 0 else []
                 differences.append(mine if weight else [None] * len(mine))
         return Gift(numbers, differences, [self._fragments[k].steps for k in numbers], weights, number is None)
 
     def _all_that_is_apart(self) -> list[int]:
-        """Where no weights are, theirs is no exchange either: an outer optimizer would go on by its momentum."""
+        """An exchange of weights that nobody has trained is not nothing: an outer optimizer goes on by its momentum."""
         apart = any(self._fragments[number].steps for number in self._model)
         return [number for number in range(len(self._fragments)) if apart or number not in self._model]
 
-    def _values_registered(self) -> list[torch.Tensor]:
-        return [tensor.detach().to(sum_dtype(tensor.dtype), copy=True) for tensor in self._replica.registered]
-
-    def _settle_registered(self, mean: Outcome) -> None:
-        for place, theta in enumerate(self._theta[len(self._replica.params) :]):
-            if mean.present[place]:
-                whole_numbers = not self._replica.registered[place].is_floating_point()
-                theta.copy_(mean.views[place].round() if whole_numbers else mean.views[place])
+    @torch.no_grad()
+    def _moves_registered(self) -> list[torch.Tensor | None]:
+        return [None if move is None else move.to(self._replica.device) for move in self._registered.take()]
 
     def _refuse_thawed(self) -> None:
         if self._replica.thawed:
@@ -206,6 +204,8 @@ class Averaging:
         for number, mine in zip(gift.fragments, gift.differences, strict=True):
             if number == 0:
                 self._buffers.go_on(mine[len(self._fragments[0].params) :])
+            elif number not in self._model:
+                self._registered.go_on(mine)
 
     def exchange(self, gift: Gift, slot: int, circle: Circle, peers: Peers | None = None) -> None:
         """Meet the others for it, in a group of its own if one is given; again from its beginning, if a peer was lost in the
@@ -239,7 +239,7 @@ class Averaging:
         with torch.no_grad():
             for number, mine, mean in zip(gift.fragments, gift.differences, gift.means, strict=True):
                 if number not in self._model:
-                    self._settle_registered(mean)
+                    self._registered.settle(mean.views, mean.present, 1.0)
                     continue
                 fragment = self._fragments[number]
                 fragment.count += 1
@@ -265,8 +265,8 @@ class Averaging:
                 self._fragments[number].samples -= int(weight)
                 self._fragments[number].steps -= steps
                 for index in self._fragments[number].params:
-                    theta, mine = self._theta[index], self._tensors[index]
-                    mine.copy_(mine * own + theta * (1 - own) if own else theta)
+                    theta, param = self._theta[index], self._replica.params[index]
+                    param.copy_(param * own + theta * (1 - own) if own else theta)
 
     def source(self, slot: int, ahead: Sequence[int], circle: Circle, rounds: int, everything: bool) -> int | None:
         """From whom a replica that comes too late for that exchange takes what came of it: all have the same behind it."""
@@ -286,8 +286,10 @@ class Averaging:
                     reducer.begin(self.rounds, 0)
                     reducer.missed(slot, slots, mine, weight)
         self.take_common(state)
-        if 0 in gift.fragments and self._replica.buffers:
-            torch._foreach_copy_(self._replica.buffers, self._buffers.start)
+        if 0 in gift.fragments:
+            self._buffers.go_back()
+        if gift.everything:
+            self._registered.go_back()
         self._go_on(gift)
 
     def miss(self, gift: Gift) -> None:
@@ -305,8 +307,8 @@ class Averaging:
             "rounds": self.rounds,
             "present": self.present,
             "dropped": self.dropped,
-            "theta": self._theta[: len(self._replica.params)],
-            "registered": self._theta[len(self._replica.params) :],
+            "theta": self._theta,
+            "registered": self._registered.start,
             "buffers": self._buffers.start,
             "outer": [[fragment.count, fragment.states] for fragment in self._fragments],
             "trained": [[fragment.steps, fragment.samples] for fragment in self._fragments],
@@ -349,8 +351,8 @@ class Averaging:
                 "a run goes on with what it was begun with, so register the same"
             )
         with torch.no_grad():
-            theirs = [*state["theta"], *state["registered"], *state["buffers"]]
-            torch._foreach_copy_([*self._theta, *self._buffers.start], theirs)
+            common = [*self._theta, *self._buffers.start, *self._registered.start]
+            torch._foreach_copy_(common, [*state["theta"], *state["buffers"], *state["registered"]])
             for fragment, (count, states) in zip(self._fragments, state["outer"], strict=True):
                 fragment.count = count
                 for mine, theirs in zip(fragment.states, states, strict=True):

@@ -29,6 +29,8 @@ class Gossip(Averaging):
     """θ are this replica's own weights behind its last exchange. What it gives are its weights and buffers as they are; a
     gift's steps are those since all had the same."""
 
+    meets_all = False
+
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._counts = 1.0
@@ -49,12 +51,14 @@ class Gossip(Averaging):
             gift.steps = [fragment.steps for fragment in self._fragments]
         if number is None and self._replica.registered:
             gift.fragments.append(1)
-            gift.differences.append([*self._values_registered()])
+            gift.differences.append(self._moves_registered())
             gift.weights.append(self._counts)
         return gift
 
     def withdraw(self, gift: Gift) -> None:
-        return  # nothing was taken
+        """Of the weights nothing was taken."""
+        if gift.everything and self._replica.registered:
+            self._registered.go_on(gift.differences[1])
 
     # an exchange
 
@@ -76,18 +80,18 @@ class Gossip(Averaging):
             gift.theirs = Snapshot.read(memoryview(theirs)).tree if theirs else []
 
     def take(self, gift: Gift) -> None:
-        mine, params = gift.differences[0], len(self._replica.params)
+        mine = gift.differences[0]
         away = norm = 0.0
         with torch.no_grad():
             mean = _mean(gift, mine)
-            for theta, own, value in zip(self._theta[:params], mine, mean, strict=False):
+            for theta, own, value in zip(self._theta, mine, mean, strict=False):
                 assert own is not None
                 away += float((own - value).square().sum())
                 norm += float(value.square().sum())
                 theta.copy_(value)
-            self._buffers.put(mean[params:])
-            for registered in gift.means[1:]:
-                self._settle_registered(registered)
+            self._buffers.put(mean[len(self._theta) :])
+            for moved in gift.means[1:]:
+                self._registered.settle(moved.views, moved.present, 1.0)
         self.drift = (away / norm) ** 0.5 if norm else 0.0
         self.rounds += 1
         self._go_on(gift)
@@ -97,8 +101,8 @@ class Gossip(Averaging):
         with torch.no_grad():
             for number, steps in zip(gift.fragments, gift.steps, strict=True):
                 self._fragments[number].steps -= steps
-                for index in self._fragments[number].params:
-                    self._tensors[index].copy_(self._theta[index])
+            for param, theta in zip(self._replica.params, self._theta, strict=True):
+                param.copy_(theta)
 
     # what survives
 

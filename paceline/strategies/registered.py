@@ -51,7 +51,7 @@ class Registered(ABC):
                 "together, and these do nothing together; use --precision bf16"
             )
         self._replica, self._mean = replica, mean
-        self._buffers = Buffers(replica)
+        self._buffers = Buffers(replica.buffers, replica.buffer_homes)
         self._layout = Layout.of([*replica.params, *replica.buffers], len(replica.params))
         self._stock = self._stocked()
         self._out = self._layout.allocate(lent=True)

@@ -7,21 +7,22 @@ from paceline.wires import messages
 from paceline.wires.board import Board, Seen
 from paceline.wires.link import LeaderLink
 
-_PATIENCE_S = 2.0
+_PATIENCE_S = 1.0
+"""For one who may be frozen; whoever follows it is asked next."""
 
 
 def glance(place: Rendezvous) -> list[Seen]:
     """The workers of the view, main first; nobody, if no leader of this machine says so in time."""
     link = LeaderLink(place.address, place.secret, messages.Watch(), place.fence, _PATIENCE_S)
     try:
-        answer, fds = link.greet()
+        answer, fds = link.attempt(_PATIENCE_S)
         assert isinstance(answer, messages.Welcome)
         board = Board(fds[0], answer.rows)
         try:
             return [board.see(number) for number in answer.members]
         finally:
             board.close()
-    except OSError:
+    except (OSError, ValueError):
         return []
     finally:
         link.close()

@@ -75,12 +75,12 @@ class LeaderLink:
                     raise NoLeaderError(f"no agent has led the run for {grace_s:.0f} s") from error
                 time.sleep(_RETRY_S)
 
-    def attempt(self) -> tuple[Any, list[int]]:
-        """Find the leader and greet it, now; its answer to the greeting."""
+    def attempt(self, patience_s: float = wire.CONNECT_S) -> tuple[Any, list[int]]:
+        """Find the leader and greet it, now; its answer to the greeting. `patience_s`: for who comes in; one may be frozen."""
         known = self._known_fence()
         for fence in range(known, known + _AHEAD):
             try:
-                self._socket = wire.connect(f"{self._address}-{fence}", self._secret)
+                self._socket = wire.connect(f"{self._address}-{fence}", self._secret, patience_s)
             except OSError:
                 continue
             self._fence = fence

@@ -29,7 +29,7 @@ MOST_DESCRIPTORS = 4
 """No message has more beside it."""
 HANDSHAKE_S = 5.0
 """A visitor that has not proved itself by then is sent away."""
-_CONNECT_S = 30.0
+CONNECT_S = 30.0
 """How long one who knocks waits: an agent under a flood of strangers takes its time."""
 _PEER = struct.Struct("3i")
 _BACKLOG = 128
@@ -197,7 +197,7 @@ def tcp_address(host: str, port: int) -> str:
     return f"{'tcp' if is_loopback(host) else 'tls'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def connect(address: str, secret: bytes, patience_s: float = _CONNECT_S) -> socket.socket:
+def connect(address: str, secret: bytes, patience_s: float = CONNECT_S) -> socket.socket:
     """A connection on which both sides have proved themselves.
 
     The address is what `listen` was given, or for another machine tls://host:port, or tcp://host:port
@@ -210,7 +210,7 @@ def connect(address: str, secret: bytes, patience_s: float = _CONNECT_S) -> sock
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         # Blocking, with the kernel's own limit: with Python's a full backlog would be an error at once.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_CONNECT_S), 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CONNECT_S), 0))
         sock.connect("\0" + address)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if not is_our_user(sock):
@@ -222,7 +222,7 @@ def connect(address: str, secret: bytes, patience_s: float = _CONNECT_S) -> sock
     return sock
 
 
-def connect_tcp(host: str, port: int, secret: bytes, tls: bool, patience_s: float = _CONNECT_S) -> socket.socket:
+def connect_tcp(host: str, port: int, secret: bytes, tls: bool, patience_s: float = CONNECT_S) -> socket.socket:
     """The same to another machine. Without TLS only to our own: the handshake hides nothing said after it."""
     sock = socket.create_connection((host, port), patience_s)
     try:

@@ -284,3 +284,9 @@ def test_an_exception_in_the_inner_loop_is_all_that_is_told(tmp_path: Path, alon
     assert result.code == 1 and "paceline: failed: 2 steps" in result.last_line
     assert result.err.count("Traceback") == 1 and "run.slots()" not in result.err.split("ValueError: my own")[1]
     assert result.summary["exit"] == "failed" and result.summary["steps"] == 2
+
+
+def test_what_is_registered_behind_the_loops_begin_is_refused(tmp_path: Path) -> None:
+    late = HEAD + BODY + "        if run.step == 2:\n            run.register('late', nn.Linear(1, 1))\n"
+    result = launch(tmp_path, late, "-n", "2")
+    assert result.code == 2 and "register('late') after training has begun" in result.err, result.err

@@ -111,13 +111,93 @@ def test_an_average_of_the_weights_is_one_behind_the_loop_whoever_is_killed(tmp_
     """Each replica has moved its own; whoever is main at the end, what it saves is the same."""
     clean = trained(tmp_path / "clean", strategy, script=AVERAGED)
     last = clean.summary["rounds"] - 1
-    orders = ("0:3:take", f"1:{last}:exchange", f"2:{last}:take")
+    orders = ("0:1:take", f"1:{last}:exchange", f"2:{last}:take")
     killed = trained(tmp_path / "killed", strategy, orders=orders, script=AVERAGED)
     assert killed.summary["recoveries"] == 3 and killed.summary["rounds"] == clean.summary["rounds"]
     found = [path.read_text() for done in (clean, killed) for path in done.folder.glob("ema-*")]
     assert len(found) > 3 and len(set(found)) == 1, "one that is killed in the last exchange need not come back"
     plain = trained(tmp_path / "plain", strategy)
     assert clean.summary["weights_sha256"] == killed.summary["weights_sha256"] == plain.summary["weights_sha256"]
+
+
+STOPPED = AVERAGED.replace(
+    "optimizer.step(); ",
+    """if run.step == 15 and orders == ["stop"] and not run.resumed:
+            run.stop("enough")
+        optimizer.step(); """,
+)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["local:5+randomk:0.1", "diloco:4+randomk:0.1", "streaming:8,2,overlap=2+int8", "gossip:4"]
+)
+def test_a_run_that_stops_in_an_epoch_goes_on_as_if_it_had_not(tmp_path: Path, strategy: str) -> None:
+    """What replicas exchange at the stop, so that the script can save one model, is not in the checkpoint it goes on from."""
+    clean = trained(tmp_path / "clean", strategy, "--checkpoint-every", "1000", script=STOPPED)
+    flags = ("-n", "3", "--strategy", strategy, "--checkpoint-every", "1000")
+    stopped = launch(tmp_path, STOPPED, *flags, args=("stop",), name="it")
+    assert stopped.summary["exit"] == "enough", stopped.err
+    assert 0 < stopped.summary["steps"] < clean.summary["steps"] and stopped.summary["steps"] % 13
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = json.loads((stopped.folder / "summary.json").read_text())
+    assert again["weights_sha256"] == clean.summary["weights_sha256"]
+    found = [path.read_text() for folder in (clean.folder, stopped.folder) for path in folder.glob("ema-*")]
+    assert len(found) > 3 and len(set(found)) == 1
+
+
+ODD = """
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+run = paceline.init()
+model = nn.Linear(13, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+g = torch.Generator().manual_seed(7)
+data = TensorDataset(torch.randn(294, 13, generator=g), torch.randint(0, 4, (294,), generator=g))
+loader = DataLoader(data, batch_size=24, shuffle=True)
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.full((3,), torch.finfo(torch.float32).min))
+        self.register_buffer("most", torch.full((3,), torch.iinfo(torch.int64).max))
+        self.register_buffer("constant", torch.randn(1000, generator=torch.Generator().manual_seed(1)))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("average", torch.zeros(4, 13))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.frozen = nn.Linear(13, 4)
+        self.model = model
+odd = Odd()
+with torch.no_grad():
+    odd.frozen.weight.fill_(run._session.worker)
+began = {name: buffer.clone() for name, buffer in odd.named_buffers()}
+REGISTER
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        odd.average = 0.9 * odd.average + 0.1 * model.weight.detach()  # a new tensor each time
+        odd.count += 1
+    for name in ("least", "most", "constant", "mask"):
+        assert torch.equal(getattr(odd, name), began[name]), name
+    assert odd.count == 13 * (epoch + 1) and not odd.frozen.weight.any(), (odd.count, odd.frozen.weight)
+(run.dir / f"average-{run._session.worker}").write_text(str(odd.average.double().sum().item()))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["diloco:4", "gossip:4", "streaming:8,2"])
+def test_what_nobody_has_changed_stays_as_it_is_and_what_somebody_has_is_one(tmp_path: Path, strategy: str) -> None:
+    """Values that no mean can hold, other memory each time, and another beginning on each worker: main's counts."""
+    flags = ("-n", "2", "--strategy", strategy)
+    done = launch(tmp_path, ODD.replace("REGISTER", 'run.register("odd", odd)'), *flags)
+    assert done.code == 0, done.err
+    first, second = ((done.folder / f"average-{worker}").read_text() for worker in range(2))
+    assert first == second
+    alone = ODD.replace("REGISTER", 'if run.is_main: run.register("odd", odd)')
+    refused = launch(tmp_path, alone, *flags, name="alone")
+    assert refused.code == 2 and "not under `if run.is_main:`" in refused.err
 
 
 EARLY = SCRIPT.replace(

@@ -72,7 +72,7 @@ def test_what_cannot_be_trained_here_is_refused_by_name() -> None:
 def test_shares_start_from_a_buffer_that_was_put_in_anothers_place() -> None:
     model = Net()
     replica = replica_of(model)
-    buffers = Buffers(replica)
+    buffers = Buffers(replica.buffers, replica.buffer_homes)
     model.mask, model.norm.running_mean = torch.tensor([0.5]), torch.arange(3.0)
     buffers.begin()
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_shares_start_from_a_buffer_that_was_put_in_anothers_place() -> None:
 
 def test_a_buffer_that_grows_in_a_share_stays_as_it_is() -> None:
     model = Net()
-    buffers = Buffers(replica_of(model))
+    buffers = Buffers((replica := replica_of(model)).buffers, replica.buffer_homes)
     for size in (3, 6):
         buffers.begin()
         grown = model.mask = torch.ones(size)

@@ -238,6 +238,8 @@ def test_who_reads_one_that_is_removed_meanwhile_is_told(tmp_path: Path, monkeyp
 def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
     (tmp_path / ".step-00000003.4711").mkdir()
     (tmp_path / ".step-00000003.4711" / "state-0000.bin").write_bytes(b"half")
+    (tmp_path / ".step-00000003.4711.gone").mkdir()  # one of that name before it died while it swept
+    (tmp_path / ".step-00000003.4711.gone" / "state-0000.bin").write_bytes(b"half")
     assert steps(tmp_path) == []
     write(tmp_path, 4)
     assert os.listdir(tmp_path) == ["step-00000004"]
