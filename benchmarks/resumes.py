@@ -34,7 +34,7 @@ def kill_all(folder: Path, dice: random.Random, inside: bool) -> str:
     checkpoints = doomed.folder / "checkpoints"
     doomed.wait_for(lambda: doomed.steps() >= after and bool(listed(str(checkpoints))))
     if inside:
-        doomed.stop_main_when(lambda: unpublished(checkpoints, ".step-*"))
+        doomed.stop_main_when(lambda: unpublished(checkpoints))
     doomed.kill()
     return f"at step {doomed.steps()}{' inside a write' if inside else ''}"
 
