@@ -383,13 +383,15 @@ AT_ITS_END = (
     + """
 import os, sys, time
 dying, losses = sys.argv[2:] == ["dying"], []
+while run._session.worker == 3 and run._session.board.see(0).step < 7:
+    time.sleep(0.001)
 run.prepare(model, optimizer, loader)
 for epoch in run.epochs(int(sys.argv[1])):
     for batch in loader:
         for x, y in run.slots():
             if dying and run._session.worker == 1 and run.step == 5:
                 os.kill(os.getpid(), 9)
-            # In an epoch's last step: so that its end is where the newcomer would be let in.
+            # In an epoch's last step, and not before: so that its end is where the newcomer would be let in.
             while dying and run.step == 7 and not run._session.board.next_term:
                 time.sleep(0.001)
             loss = F.cross_entropy(model(x), y)
