@@ -49,10 +49,10 @@ class Gossip(Averaging):
         gift = Gift([0], [[*values]], [0], [self._counts], number is None)
         if number is None:
             gift.steps = [fragment.steps for fragment in self._fragments]
-        if number is None and self._replica.registered:
-            gift.fragments.append(1)
-            gift.differences.append(self._moves_registered())
-            gift.weights.append(self._counts)
+            for registered in range(len(self._model), len(self._fragments)):
+                gift.fragments.append(registered)
+                gift.differences.append(self._moves_registered())
+                gift.weights.append(self._counts)
         return gift
 
     def withdraw(self, gift: Gift) -> None:

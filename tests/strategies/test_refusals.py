@@ -69,6 +69,19 @@ def suggested(message: str) -> list[str]:
     return [name for name in names if re.split("[:+,]", name)[0] in {*TABLE, *codecs.TABLE}]
 
 
+def refusal(text: str) -> str:
+    """What is said of it; nothing, if it is accepted."""
+    try:
+        codecs.read(text) if codecs.is_codec(text) else find(text)
+    except UsageError as refused:
+        return str(refused)
+    return ""
+
+
+def accepted(text: str) -> bool:
+    return not refusal(text)
+
+
 @pytest.mark.parametrize("text", REFUSED)
 def test_the_nearest_that_can_be_is_named_and_can_be(text: str) -> None:
     with pytest.raises(UsageError) as refused:
@@ -76,17 +89,13 @@ def test_the_nearest_that_can_be_is_named_and_can_be(text: str) -> None:
     message = str(refused.value)
     assert suggested(message) == REFUSED[text].split(), message
     assert "()" not in message
-    for near in suggested(message):
-        codecs.read(near) if codecs.is_codec(near) else find(near)
+    assert all(accepted(near) for near in suggested(message)), message
 
 
 @pytest.mark.parametrize("joined", ["int8", "rows:2", "damp:0.5", "backup:1", "int8+fp8", "int8+rows:2"])
 @pytest.mark.parametrize("name", TABLE)
 def test_no_refusal_of_something_joined_names_what_is_refused(name: str, joined: str) -> None:
-    for text in (f"{name}+{joined}", f"{name}{TABLE[name].numbers}+{joined}"):
-        try:
-            find(text)
-        except UsageError as refused:
-            if "; write " in str(refused):
-                for near in suggested(str(refused)):
-                    find(near)
+    told = [message for text in (name, f"{name}{TABLE[name].numbers}") if (message := refusal(f"{text}+{joined}"))]
+    named = [near for message in told if "; write " in message for near in suggested(message)]
+    assert all("; write " not in message or suggested(message) for message in told), told
+    assert [near for near in named if not accepted(near)] == [], told
