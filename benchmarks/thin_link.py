@@ -158,20 +158,21 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(records: list[dict[str, Any]], target: float) -> list[str]:
-    """A line for each run's newest record, beside DDP's newest on the same link."""
+    """A line for each run's newest record, beside DDP's newest steps on the same link, by the recipe that takes the fewest of them."""
     newest = {(each["part"], each["rate"], each.get("strategy")): each for each in records}
     lines = [bytes_words(each) for each in newest.values() if each["part"] == "bytes"]
     lines += pace_words([each for each in records if each["part"] == "pace"])
+    curves = [each["curve"] for each in records if each["part"] == "ddp"]
+    curves = [curve for curve in curves if any(accuracy >= target for _, accuracy in curve)]
     for mine in (each for each in newest.values() if each["part"] == "run"):
-        steps, other = newest.get(("steps", mine["rate"], None)), newest.get(("ddp", OFF, None))
+        steps = newest.get(("steps", mine["rate"], None))
         reached = next(([n, s] for n, s, accuracy in mine["curve"] if accuracy >= target), None)
         last = mine["curve"][-1]
         words = f"{mine['rate']:8} {mine['strategy']}: {last[2]:.4f} after {last[0]} steps, {last[1]:.0f} s, "
         words += f"{mine['wire_bytes'] / 1e6:.0f} MB, {mine['recoveries']} lost"
-        if steps is not None and other is not None and reached is not None:
-            needed = next((n for n, accuracy in other["curve"] if accuracy >= target), None)
-            step_s, whole = statistics.median(steps["step_s"]), other["curve"][-1][1]
-            assert needed is not None, "DDP never came to the target"
+        if steps is not None and curves and reached is not None:
+            needed, whole = min((next(n for n, found in curve if found >= target), curve[-1][1]) for curve in curves)
+            step_s = statistics.median(steps["step_s"])
             words += f"; {target} after {reached[0]} steps, {reached[1]:.1f} s. DDP: {whole:.4f}; {target} after {needed} steps "
             words += f"of {step_s:.3f} s, {needed * step_s:.0f} s: {needed * step_s / reached[1]:.1f} times as long"
         lines.append(words)
