@@ -18,21 +18,23 @@ from pathlib import Path
 from benchmarks.statistics import words
 from benchmarks.turns import HERE, over_cases, python_path
 
-CASES = [  # name, workers, steps between two checkpoints, limit
-    ("one worker and a spare core, a checkpoint every 10 steps", 1, 10, 1.01),
-    ("two workers on two cores, a checkpoint every 100 steps", 2, 100, 1.01),
+CASES = [  # name, workers, global batch, steps between two checkpoints, limit
+    ("one worker and a spare core, batch 256, a checkpoint every 10 steps", 1, 256, 10, 1.01),
+    ("one worker and a spare core, batch 128, a checkpoint every 10 steps", 1, 128, 10, 1.01),
+    ("one worker and a spare core, batch 64, a checkpoint every 10 steps", 1, 64, 10, 1.01),
+    ("two workers on two cores, batch 128, a checkpoint every 100 steps", 2, 128, 100, 1.01),
 ]
 WINDOW = 10  # steps: many times what the writing takes
 
 
-def compare(name: str, workers: int, every: int, limit: float, pairs: int) -> str:
+def compare(name: str, workers: int, batch: int, every: int, limit: float, pairs: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         flags = ["-n", str(workers), "--slots", str(workers), "--device", "cpu", "--show", "none", "--threads", "1"]
         writing = ["--checkpoint-every", str(2 * WINDOW), "--keep", "8", "--runs", folder, "--name", "it"]
         command = [sys.executable, "-m", "paceline", "run", *flags, *writing]
         done = subprocess.run(
-            [*command, "benchmarks/checkpoint_side.py", str(WINDOW), str(pairs), str(result)],
+            [*command, "benchmarks/checkpoint_side.py", str(batch), str(WINDOW), str(pairs), str(result)],
             cwd=HERE,
             env={**os.environ, "PYTHONPATH": python_path(HERE)},
             capture_output=True,

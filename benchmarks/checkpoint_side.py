@@ -1,4 +1,4 @@
-"""The run of benchmarks/checkpoint.py. checkpoint_side.py WINDOW PAIRS RESULT, where RESULT gets [seconds a step of each window with
+"""The run of benchmarks/checkpoint.py. checkpoint_side.py BATCH WINDOW PAIRS RESULT, where RESULT gets [seconds a step of each window with
 a checkpoint, of each without, how many checkpoints were there in time]."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import paceline
 from benchmarks.models import images, mlp
 from paceline.state.checkpoint import listed
 
-window, pairs, result = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+batch, window, pairs = map(int, sys.argv[1:4])
+result = Path(sys.argv[4])
 run = paceline.init(seed=0)
 model = mlp()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-batch = 64 * run.settings.workers
 steps = 2 * window * (pairs + 2)  # a first pair warms up, and the last loop's end is not one of the windows
 data = images(4096, flat=True)
 order = torch.randint(len(data), (steps * batch,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -28,7 +28,10 @@ class Draft(Protocol):
     """A folder that is being written. Nobody sees it until it is published."""
 
     def add(self, file: str, pieces: Iterable[memoryview]) -> None: ...
-    def publish(self, manifest: bytes) -> None: ...
+    def seal(self, manifest: bytes) -> None:
+        """All is added: what publishing needs is got ready, so that little is left to do then."""
+
+    def publish(self) -> None: ...
     def drop(self) -> None: ...
 
 
@@ -111,7 +114,7 @@ class _LocalDraft:
                 whole = len(piece) - len(piece) % _BLOCK
                 _write(fd, piece[_write_past_cache(fd, piece[:whole]) :])
             target.truncate()
-            os.fsync(fd)
+            os.fdatasync(fd)  # its size too; not its times, for which a file that is written over would need a commit
 
     def _reused(self, file: str) -> int | None:
         """The removed checkpoint's file of this name, under ours, if nobody else has anything of it; whatever is odd is not taken."""
@@ -129,11 +132,13 @@ class _LocalDraft:
             os.close(fd)
         return None
 
-    def publish(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes) -> None:
         self._write(MANIFEST, None, [memoryview(manifest)])
+        _sync(self._aside)
+
+    def publish(self) -> None:
         if self._added != set(os.listdir(self._aside)):
             raise OSError(errno.EIO, "somebody else has removed some of its files")
-        _sync(self._aside)
         if (self._folder / self._name).exists():  # a damaged one: the run went on from an older one
             _Local(self._folder).remove(self._name)
         os.rename(self._aside, self._folder / self._name)
@@ -258,7 +263,7 @@ class _Remote:
 
 class _RemoteDraft:
     def __init__(self, place: _Remote, name: str) -> None:
-        self._place, self._name = place, name
+        self._place, self._name, self._manifest = place, name, b""
         place.files.makedirs(place.at(name), exist_ok=True)
 
     def add(self, file: str, pieces: Iterable[memoryview]) -> None:
@@ -267,8 +272,11 @@ class _RemoteDraft:
             for piece in pieces:
                 target.write(piece)
 
-    def publish(self, manifest: bytes) -> None:
-        self._place.files.pipe_file(self._place.at(self._name, MANIFEST), manifest)
+    def seal(self, manifest: bytes) -> None:
+        self._manifest = manifest
+
+    def publish(self) -> None:
+        self._place.files.pipe_file(self._place.at(self._name, MANIFEST), self._manifest)
 
     def drop(self) -> None:
         self._place.remove(self._name)

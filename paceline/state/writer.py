@@ -86,11 +86,14 @@ class Writer:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
             draft = self._place.begin(name_of(step))
             manifest = Manifest(step, time.time(), list(_write_shards(draft, body.memory)), ends)
-            if self._must_not_publish(step, body):
+            self._before()
+            draft.seal(manifest.encode())
+            if self._must_not_publish(
+                step, body
+            ):  # waits for the script's next optimizer step: beside it little is done
                 draft.drop()
                 return
-            self._before()
-            draft.publish(manifest.encode())
+            draft.publish()
         except Exception as error:  # noqa: BLE001  a store's client raises kinds of its own; none may end the training
             if draft is not None:
                 with suppress(Exception):  # what cannot be written can often not be removed either
