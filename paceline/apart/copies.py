@@ -95,6 +95,10 @@ class Copies:
         latest = foremost(found)
         if latest == NONE:
             return False  # the others have not begun
+        if rounds == NONE and self._session.resume_from:
+            # It died before it had left any state: it is in the checkpoint, and what has been agreed on since in another's.
+            other = next(k for k in range(self._slots) if any(there[k] == latest for there in found.values()))
+            return self._fetch(newest(found, other, self._machine)[0], other, other)
         if rounds == NONE and latest <= 1 and any(0 in there for there in found.values()):
             # It died before it had left any state: then it began as all others did.
             start, there = next((at, there) for at, there in found.items() if 0 in there)

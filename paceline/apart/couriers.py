@@ -49,8 +49,10 @@ class Courier:
         self._changed = threading.Condition()
         """Guards what follows."""
         self._parcel: Parcel | None = None
+        self._offered = 0
         self._there = NONE, NONE
-        """The round of what has arrived last, and on which machine."""
+        """Which of those that were offered has arrived last, and on which machine. There may be two of a round: behind a loop, and
+        where the next one begins."""
         self._homes: dict[int, int] = {}
         self._refused = ""
         self._closed = False
@@ -59,6 +61,7 @@ class Courier:
     def offer(self, parcel: Parcel) -> None:
         with self._changed:
             self._parcel, self._homes = parcel, dict(self._session.homes)
+            self._offered += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="paceline-courier", daemon=True)
                 self._thread.start()
@@ -91,7 +94,7 @@ class Courier:
     @property
     def _done(self) -> bool:
         goal = buddy(self._machine, self._alive.values())
-        return self._parcel is None or goal is None or self._there == (self._parcel.rounds, goal)
+        return self._parcel is None or goal is None or self._there == (self._offered, goal)
 
     # the thread
 
@@ -131,7 +134,8 @@ class Courier:
             said = passage.hear()
         with self._changed:
             if said == parcel.rounds:
-                self._there = parcel.rounds, homes[worker]
+                if self._parcel is parcel:
+                    self._there = self._offered, homes[worker]
             else:
                 self._refused = (
                     f"machine {homes[worker]} has no memory for a copy of replica {parcel.slot}'s state, twice "

@@ -14,6 +14,7 @@ from paceline.apart.attendance import Attendance
 from paceline.apart.beside import Beside, State, Verdict, decide
 from paceline.data.order import mix
 from paceline.data.receipts import SAMPLES, STEP, Receipt, Tally, settled, table
+from paceline.errors import MismatchError
 from paceline.strategies.averaging import Circle
 from paceline.tensors.peers import Peers, TermEnded
 from paceline.tensors.snapshot import Snapshot
@@ -43,6 +44,10 @@ class Word(msgspec.Struct, array_like=True):
     """The slots of who is in the round."""
     beside: int
     """How far it is with the same beside the training: see `beside.State`."""
+    step: int
+    """Where it is in the training."""
+    owes: bool
+    """Whether a checkpoint was due and could not be had; main knows."""
     receipts: list[list[int]]
     """Of the steps that it has trained since the last one: its own shares."""
 
@@ -105,9 +110,11 @@ class Exchanges:
     def _exchange(self, gift: Gift, receipts: Sequence[Receipt], least: int) -> bool:
         terms, strategy = self._run.terms, self._strategy
         terms.catching_up = False
-        if self._behind is not None and not self._arrives(self._behind):
-            self._miss(gift)
-            return True
+        if self._behind is not None:
+            if not self._arrives(self._behind):
+                self._miss(gift)
+                return True
+            gift = strategy.give_again(gift)  # what it has now is another's
         while True:
             try:
                 if self._session.joining:
@@ -117,6 +124,7 @@ class Exchanges:
                 self.copied()
                 words = self._said(gift, receipts)
                 newest = max(word.rounds for word in words)
+                _refuse_other_places([word for word in words if word.rounds == newest])
                 if any(word.rounds < newest for word in words):
                     missed = strategy.rounds < newest
                     self._beside.end()
@@ -168,6 +176,8 @@ class Exchanges:
             gift.everything,
             self.attendance.deal[-1],
             self._beside.state,
+            self._stepper.step,
+            run._keeping.owes,
             [] if self.sits_out else settled(receipts).tolist(),
         )
         said = run.terms.peers.gather(_WORDS, msgspec.msgpack.encode(mine))
@@ -190,6 +200,7 @@ class Exchanges:
         self.attendance.begin_round([word.slot for word in words])
         # Whoever comes where replicas may be dropped comes in where they come together.
         stepper.agreed_term = run._session.view.term if self.attendance.drops else min(word.term for word in words)
+        run._keeping.owed(any(word.owes for word in words))
         codes = [word.stop for word in words]
         if any(codes) and not run.stopped:
             run._stopping.settle(codes, stepper.step)
@@ -258,3 +269,13 @@ class Exchanges:
         self._run._keeping.catch_up(common)
         self.samples = self._stepper.samples
         return True
+
+
+def _refuse_other_places(words: Sequence[Word]) -> None:
+    """At the same exchange in other steps: what they bring is of different training."""
+    if len({word.step for word in words}) > 1:
+        places = ", ".join(f"replica {word.slot} at step {word.step}" for word in words)
+        raise MismatchError(
+            f"the workers came to different places in the script ({places}, all to exchange {words[0].rounds + 1}): leave a loop only "
+            "on a condition that is the same on all, such as one of run.step"
+        )

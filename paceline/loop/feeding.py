@@ -42,6 +42,10 @@ class Feeding:
         self._loaders: list[DataLoader[Any]] = []
         self._passed: dict[int, int] = {}
         """By a feed's number: the epoch of which this process has gone through its batches."""
+        self._left: tuple[int, int] | None = None
+        """The loop that was left before its end, and none has begun since: a feed's number, and the epoch."""
+        self._left_by_another = False
+        """Whether that was another process, whose state this one goes on from."""
         self._stepper: Stepper | None = None
         self.loop: Loop | None = None
         """The strategy's own, where workers do not meet in every step."""
@@ -146,10 +150,12 @@ class Feeding:
 
     def capture(self) -> list[Any]:
         """The position in each loader, and what is known of their samplers' orders."""
-        return [[self._positions.get(number) for number in range(len(self.feeds))], self._orders.capture()]
+        positions = [self._positions.get(number) for number in range(len(self.feeds))]
+        return [positions, self._orders.capture(), None if self._left is None else list(self._left)]
 
     def restore(self, state: list[Any]) -> None:
-        positions, orders = state
+        positions, orders, left = state
+        self._left, self._left_by_another = None if left is None else (left[0], left[1]), left is not None
         for number, (_, position) in enumerate(zip(self.feeds, positions, strict=True)):
             if position is not None:
                 self._positions[number] = position
@@ -168,29 +174,42 @@ class Feeding:
             return
         if self.loop is None:
             yield from self._trained(feed, feed_number, stepper)
+        elif self.was_left(feed_number, stepper.epoch):
+            return  # it is as it was behind that loop, which may begin once more
         else:
             yield from self._looped(self.loop, feed, feed_number, stepper)
         self._passed[feed_number] = stepper.epoch
+
+    def was_left(self, feed_number: int, epoch: int) -> bool:
+        """Whether whoever this process goes on from had left this loop before its end; -1: one over `run.steps()`."""
+        by_another, self._left_by_another = self._left_by_another, False
+        return by_another and self._left == (feed_number, epoch)
+
+    def begins(self) -> None:
+        """One that is not over."""
+        self._left = None
+
+    def leaves(self, feed_number: int, epoch: int) -> None:
+        """The script does, before its end: what it does next is behind the loop."""
+        self._left = feed_number, epoch
 
     def _looped(self, loop: Loop, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
         """The strategy's own loop."""
         loop.come_together()
         self._orders.check(feed, feed_number, stepper.epoch)
+        self.begins()
         try:
             yield from loop.over_loader(feed, feed_number)
         except GeneratorExit:
             self._session.left = line_of_close()
+            self.leaves(feed_number, stepper.epoch)
             raise
 
     def _trained(self, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
         """What is left of the epoch."""
         epoch = stepper.epoch
         number = self.position(feed_number, epoch)
-        if number and number == feed.steps:
-            self._session.notice(
-                f"epoch {epoch + 1} is entered at its end: nothing is left of the loop over the loader, and the code behind it runs "
-                "now. A name that only that loop sets is not there: set it before the loop"
-            )
+        self.tell_if_over(feed, feed_number)
         aimed: list[int] | None = None
         stepper.gaps.begin()
         self._session.left = None
@@ -220,6 +239,16 @@ class Feeding:
         finally:
             feed.stop()
 
+    def tell_if_over(self, feed: Feed, feed_number: int) -> None:
+        """Whoever goes on from another's state may come to a loop at its end."""
+        assert self._stepper is not None
+        epoch = self._stepper.epoch
+        if feed.steps and self.position(feed_number, epoch) == feed.steps:
+            self._session.notice(
+                f"epoch {epoch + 1} is entered at its end: nothing is left of the loop over the loader, and the code behind it runs "
+                "now. A name that only that loop sets is not there: set it before the loop"
+            )
+
     def _look(self, feed_number: int, epoch: int) -> Iterator[Any]:
         """The epoch is trained, and the script goes through the loader once more, for an accuracy say: all that the loader
         has, in whole batches, on each worker. No step, and nobody is met."""
@@ -234,11 +263,7 @@ class Feeding:
         batch = Batch(stepper, self.feeds[loader], loader, epoch, number)
         if batch.sizes is not None and not any(batch.sizes) and batch.feed.steps is None:
             return None
-        if stepper.active:
-            raise UsageError(
-                f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
-                "one loader; leave the other out of prepare()"
-            )
+        refuse_two_at_once(stepper)
         stepper.slot = stepper.mine[0]
         offered = batch.offered() if stepper.flat.allowed else batch
         stepper.split.data += time.perf_counter() - start
@@ -259,6 +284,14 @@ class Feeding:
                 number += 1
         finally:
             feed.stop()
+
+
+def refuse_two_at_once(stepper: Stepper) -> None:
+    if stepper.active:
+        raise UsageError(
+            f"{user_line()}: two loops over prepared loaders at once (zip(), or one inside the other): a step has "
+            "one loader; leave the other out of prepare()"
+        )
 
 
 def _length(feed: Feed) -> int:

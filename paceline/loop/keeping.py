@@ -49,6 +49,7 @@ class Keeping:
         """As all workers have it; a newcomer gets it with the state."""
         self._owed = False
         """A checkpoint was due and could not be had: the next step at which it can gives one."""
+        self._all_owe = False
         self._last = False
         """Whether the script's last loop ends at this boundary."""
         self._stopped_at = -1
@@ -159,11 +160,22 @@ class Keeping:
         return found.name if found is not None else ""
 
     def _resume(self, name: str) -> None:
+        self._go_on_from(self._read(name), name)
+
+    def _read(self, name: str) -> Snapshot:
         try:
-            snapshot = Snapshot.read(Checkpoint(place(self._address), step_of(name)).read())
+            return Snapshot.read(Checkpoint(place(self._address), step_of(name)).read())
         except ValueError as error:
             raise UsageError(str(error)) from None
-        self._go_on_from(snapshot, name)
+
+    def begun_from(self, name: str, theirs: Snapshot) -> Snapshot:
+        """What this replica went on from that checkpoint with: its own state there, in the lineage that another one is in since."""
+        assert isinstance(self._run._feeding.loop, Rounds)
+        whole = self._read(name)
+        own = Snapshot.read(memoryview(whole.tree["states"][self._run._feeding.loop.slot].numpy()))
+        step = own.tree["step"][0]
+        own.tree.update(lineage=theirs.tree["lineage"], receipts=[], due=list(Due(step)), stopped=None)
+        return own
 
     def _go_on_from(self, snapshot: Snapshot, name: str) -> None:
         run = self._run
@@ -175,7 +187,7 @@ class Keeping:
                     f"the checkpoint was written with {setting} {theirs[setting]}, this run has {mine}: other bits would come "
                     f"out; pass --{setting} {theirs[setting]}"
                 )
-        states = snapshot.tree["states"]
+        keys, states = snapshot.tree["keys"], snapshot.tree["states"]
         if states:
             assert isinstance(run._feeding.loop, Rounds)
             snapshot = Snapshot.read(memoryview(states[run._feeding.loop.slot].numpy()))
@@ -183,7 +195,7 @@ class Keeping:
         assert run._stepper is not None
         self._due = Due(run.step)
         run._stepper.flat.known &= run._stepper.flat.allowed  # run.slots() may have been added since
-        self._bring_back(snapshot.tree["keys"])
+        self._bring_back(keys)
         if run.is_main:
             self.ledger.close()  # of a state in memory not all receipts need to be written yet
         self.ledger.lineage = -1  # the checkpoint's has ended
@@ -273,7 +285,7 @@ class Keeping:
         run = self._run
         if run.stopped:
             self.at_stop()
-        elif self._due.now or (self._owed and not self._due.ends and not self._takes_all):
+        elif self._due.now or (self._is_owed and not self._due.ends):
             self._checkpoint()
         self._due = self._due._replace(step=run.step)  # which a checkpoint may have told, where workers meet nobody
 
@@ -326,14 +338,32 @@ class Keeping:
     def _scattered(self) -> Lasting | None:
         return self._lasting if self._lasting is not None and self._lasting.scattered else None
 
+    @property
+    def owes(self) -> bool:
+        """Whether main has yet to give a checkpoint that was due: replicas that train apart hear it before they meet again."""
+        return self._owed and self._run.is_main
+
+    def owed(self, by_main: bool) -> None:
+        """They have."""
+        self._all_owe = by_main
+
+    @property
+    def _is_owed(self) -> bool:
+        """As all know who have a part in it."""
+        if isinstance(self._run._feeding.loop, Rounds):
+            return self._all_owe
+        return self._owed and not self._takes_all
+
     def _collect(self) -> None:
         if self._scattered is not None:
             self._scattered.collect(lambda payload: self._run.terms.gather(_COLLECTED, payload))
 
     def _checkpoint(self) -> None:
         loop = self._run._feeding.loop
-        states = loop.states() if isinstance(loop, Rounds) else ()
-        if self._run.is_main:
+        states = loop.states() if isinstance(loop, Rounds) else []
+        if states is None:
+            self._owed = True
+        elif self._run.is_main:
             self._take(states)
         if self._scattered is not None:
             self._leave_on_machines()

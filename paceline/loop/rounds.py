@@ -26,6 +26,7 @@ from paceline.data.pieces import NOTHING
 from paceline.data.random import IN_SHARE, set_seed
 from paceline.data.receipts import NO_TALLY, OWN_DRAWS, Loose, Receipt, Tally
 from paceline.errors import UsageError
+from paceline.loop.feeding import refuse_two_at_once
 from paceline.loop.schedules import OwnSchedule, held
 from paceline.loop.steps import Batch
 from paceline.state.lockers import Locker, Lockers
@@ -53,7 +54,9 @@ class Rounds:
         self._given: Gift | None = None
         """What is exchanged now, if the result is not in yet."""
         self._receipts: list[Receipt] = []
-        self._left = self._in_loop = False
+        self._left = self._in_loop = self._over = False
+        self._kept_in = -1
+        """The epoch of the state in the locker."""
         self._feed: Feed | None = None
         """Of the loop in hand."""
         self._ends = False
@@ -125,17 +128,22 @@ class Rounds:
                     return theirs
                 if rounds > (0 if own.empty else own.rounds + 1):
                     return None
-        return Snapshot.read(self._own_state())
+        return self._own_state()
 
-    def _own_state(self) -> memoryview:
-        """One that died before it had left any began as all others did."""
-        while True:
-            for locker in (self._locker(slot) for slot in (self.slot, *range(self._slots))):
-                if not locker.empty:
-                    assert locker is self._locker(self.slot) or not locker.rounds, f"slot {self.slot} has left no state"
-                    return locker.look()
+    def _own_state(self) -> Snapshot:
+        """One that died before it had left any began as all others did: from the start, or from the run's checkpoint."""
+        while not (there := [slot for slot in (self.slot, *range(self._slots)) if not self._locker(slot).empty]):
             self._session.check_run()
             time.sleep(_POLL_S)
+        locker = self._locker(there[0])
+        if there[0] == self.slot:
+            return Snapshot.read(locker.look())
+        rounds, state = locker.copied()
+        theirs = Snapshot.read(state)
+        if self._session.resume_from:
+            return self._run._keeping.begun_from(self._session.resume_from, theirs)
+        assert not rounds, f"slot {self.slot} has left no state"
+        return theirs
 
     def _locker(self, slot: int) -> Locker:
         return self._lockers.of(slot)
@@ -144,6 +152,7 @@ class Rounds:
         """The state of right now is what a newcomer would go on from."""
         if self._session.launched and not self._exchanges.is_behind:
             self._locker(self.slot).put(self._strategy.rounds, self._run._keeping.capture())
+            self._kept_in = self._stepper.epoch
             self._copy()
 
     def _copy(self) -> None:
@@ -152,9 +161,19 @@ class Rounds:
 
     # loops
 
+    def _begin(self) -> None:
+        """A loop does. The state that was left behind the one before would lead a newcomer to that one's end: all that only its
+        body sets would not be there."""
+        self.come_together()
+        if self._over or self._kept_in != self._stepper.epoch:
+            self._over = False
+            self._keep()
+
     def over_loader(self, feed: Feed, loader: int) -> Iterator[Any]:
         run, stepper = self._run, self._stepper
-        self.come_together()
+        refuse_two_at_once(stepper)
+        self._begin()
+        run._feeding.tell_if_over(feed, loader)
         if self._exchanges.attendance.drops and feed.steps is None:
             raise UsageError(
                 f"{user_line()}: --on-death drop with an IterableDataset: nobody could read a lost replica's items again; make it "
@@ -174,6 +193,7 @@ class Rounds:
                     break
                 share = None if self._exchanges.sits_out else batch.share(self.slot)
                 stepper.split.data += time.perf_counter() - start
+                refuse_two_at_once(stepper)
                 self._begin_step(batch, start)
                 if share is not None:  # else it has no sample of this batch, and sits the step out
                     yield share.value
@@ -185,6 +205,7 @@ class Rounds:
                 yield from self._for_others(self._receipts[-1])
                 yield from self._at_boundary()
             yield from self._close()
+            self._over = True
         except GeneratorExit:
             if stepper.abandon():
                 run._feeding.positions_at(loader, epoch, number + 1)
@@ -196,7 +217,7 @@ class Rounds:
 
     def over_steps(self, count: int) -> Iterator[int]:
         run, stepper = self._run, self._stepper
-        self.come_together()
+        self._begin()
         stepper.gaps.begin()
         last, self._in_loop = min(count, run.settings.steps or count), True
         try:
@@ -211,6 +232,7 @@ class Rounds:
                 if run.stopped:
                     break
             yield from self._close()
+            self._over = True
         except GeneratorExit:
             stepper.abandon()
             self._left = True
@@ -331,7 +353,7 @@ class Rounds:
         # Outside a loop nobody could train a lost one's shares.
         least = self._run.settings.min_workers if self._in_loop else self._slots
         done = self._exchanges.exchange(gift, self._receipts, least)
-        wait = self._run.terms.meeting.waited_s - waited
+        wait = max(0.0, self._run.terms.meeting.waited_s - waited)  # of a new term's meeting it begins at 0
         spent = time.perf_counter() - start
         stepper.split.wait += wait
         stepper.split.communication += spent - wait
@@ -340,9 +362,9 @@ class Rounds:
 
     # checkpoints
 
-    def states(self) -> list[bytes]:
-        """Every replica's, in the order of slots, for main; all meet for that. Who takes the place of a lost one begins as
-        main."""
+    def states(self) -> list[bytes] | None:
+        """Every replica's, in the order of slots, for main; all meet for that. Nothing: one of those who have just met has died
+        before it had left its own. Who takes the place of one that the run goes on without begins as main."""
         session = self._session
         if not session.launched:
             return []
@@ -354,7 +376,11 @@ class Rounds:
         if not self._run.is_main:
             return []
         found = {int.from_bytes(said[:8], "little"): said[8:] for said in brought}
-        return [
-            found.get(slot) or bytes(self._locker(slot if slot in found else self.slot).look())
-            for slot in range(self._slots)
-        ]
+        states = []
+        for slot in range(self._slots):
+            # Who has left the run since it met the others has left its state, too.
+            locker = self._locker(slot if slot in self._strategy.present else self.slot)
+            if slot not in found and (locker.empty or locker.rounds != self._strategy.rounds):
+                return None
+            states.append(found.get(slot) or bytes(locker.look()))
+        return states

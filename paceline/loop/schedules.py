@@ -9,6 +9,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.errors import UsageError
+from paceline.worker.session import user_line
+
 
 class Steered(ABC):
     """A scheduler whose step(), as the script calls it, is a loop's to decide on."""
@@ -53,8 +56,21 @@ class Schedule(Steered):
         self._up_to(self._step + 1)
 
     def _up_to(self, count: int) -> None:
-        while self._scheduler.last_epoch < count:
+        while _steps_of(self._scheduler) < count:
             self._advance()
+
+
+def _steps_of(scheduler: LRScheduler) -> int:
+    """How often it has been stepped."""
+    one: Any = scheduler
+    if not hasattr(one, "last_epoch"):  # a ChainedScheduler counts in those it has
+        one = next(iter(getattr(one, "_schedulers", [])), None)
+    if not hasattr(one, "last_epoch"):
+        raise UsageError(
+            f"a {type(scheduler).__name__} does not say how often it was stepped, so it cannot follow the run's steps: step it behind the "
+            "loop, or leave it out of run.prepare()"
+        )
+    return int(one.last_epoch)
 
 
 class RoundSchedule(Schedule):
@@ -72,7 +88,13 @@ class RoundSchedule(Schedule):
     def _stepped(self, *args: Any, **kwargs: Any) -> None:
         if self._step < 0:
             self._advance(*args, **kwargs)
-        self.within |= self._step >= 0
+            return
+        if args or kwargs:
+            raise UsageError(
+                f"{user_line()}: {type(self._scheduler).__name__}.step() with a value inside the loop over a client's data: each client has "
+                "its own, and all train with one rate; step it behind the loop, with what run.evaluate() gives"
+            )
+        self.within = True
 
 
 class OwnSchedule(Steered):

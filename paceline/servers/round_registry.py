@@ -26,11 +26,14 @@ class RoundRegistry(Registry):
     def _consider(self, register: Any, call: Asking, body: memoryview) -> Answer | None:
         match call:
             case Ongoing(stretch):
+                if stretch == register.stretch and register.keeper < 0:
+                    self._close(register)  # else nobody would look at the clock while all have a client in hand
                 return Done(register.stretch == stretch and not register.over), ()
             case Begin(worker, stretch, members=members, here=here):
                 answer = super()._consider(register, call, body)
                 if stretch == register.stretch:
                     register.members = sorted({*register.members, *members})
+                    register.here.pop(worker, None)
                     if here is not None:
                         register.here[worker] = here
                 return answer
@@ -41,6 +44,7 @@ class RoundRegistry(Registry):
             return None  # nothing arrives, and no round ends, while everything is held
         register.scheduled |= turn.scheduled
         if turn.stretch == register.stretch:
+            self._close(register)  # what comes behind the window is late, whoever looks first
             register.finish(turn.worker, turn.delivered)
             self._close(register)
         answer = super()._turn(register, replace(turn, delivered=[]))

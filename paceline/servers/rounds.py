@@ -11,6 +11,7 @@ comes later is dropped. If it is over without a quorum it counts for nothing: θ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import msgspec
 
@@ -70,6 +71,10 @@ class Rounds(Register):
     @property
     def over(self) -> bool:
         return self.closed is not None or (bool(self.stop) and not any(self.held.values()))
+
+    def at_rest(self) -> Self:
+        """Another life's workers have numbers of their own, and data of their own."""
+        return msgspec.structs.replace(super().at_rest(), members=[], here={})
 
     # clients
 

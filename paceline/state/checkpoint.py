@@ -21,7 +21,7 @@ from paceline.state.places import MANIFEST, Place, place
 SHARD = 64 << 20
 _PIECE = 4 << 20
 _NAME = re.compile(r"step-(\d{8,})")
-_FORMAT = 8
+_FORMAT = 9
 
 
 class Shard(msgspec.Struct, frozen=True):

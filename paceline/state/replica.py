@@ -86,6 +86,14 @@ class Replica:
         """Whether a frozen parameter has become trainable since they were listed."""
         return any(param.requires_grad for param in self._frozen)
 
+    def refuse_thawed(self, strategy: str) -> None:
+        """Where workers do not meet in a step, the others would not know."""
+        if self.thawed:
+            raise UsageError(
+                f"a frozen parameter has become trainable, and the others do not know: with --strategy {strategy} all that "
+                "will ever be trained must be so when the loop begins"
+            )
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every model's tensors; a second model's names start with its number."""
         state: dict[str, torch.Tensor] = {}

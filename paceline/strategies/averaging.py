@@ -9,8 +9,8 @@ Modules that the script has registered, an EMA say, go on from their mean where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ class Averaging:
 
     def give(self, number: int | None) -> Gift:
         """A fragment as it is now, or all of them."""
-        self._refuse_thawed()
+        self._replica.refuse_thawed(self._text)
         numbers = self._all_that_is_apart() if number is None else [number]
         differences: list[list[torch.Tensor | None]] = []
         weights = [float(self._fragments[k].samples) for k in numbers]
@@ -186,13 +186,6 @@ class Averaging:
     @torch.no_grad()
     def _moves_registered(self) -> list[torch.Tensor | None]:
         return [None if move is None else move.to(self._replica.device) for move in self._registered.take()]
-
-    def _refuse_thawed(self) -> None:
-        if self._replica.thawed:
-            raise UsageError(
-                f"a frozen parameter has become trainable, and the others do not know: with --strategy {self._text} all that "
-                "will ever be trained must be so when the loop begins"
-            )
 
     def give_again(self, gift: Gift) -> Gift:
         """The same, after more has been trained."""
@@ -236,7 +229,7 @@ class Averaging:
     def take(self, gift: Gift) -> None:
         """What became of it comes in."""
         away = norm = 0.0
-        with torch.no_grad():
+        with torch.no_grad(), self._buffers_going_on(gift):
             for number, mine, mean in zip(gift.fragments, gift.differences, gift.means, strict=True):
                 if number not in self._model:
                     self._registered.settle(mean.views, mean.present, 1.0)
@@ -256,6 +249,15 @@ class Averaging:
             self.drift = (away / norm) ** 0.5 if norm else 0.0
         self.rounds += 1
         self._go_on(gift)
+
+    @contextmanager
+    def _buffers_going_on(self, gift: Gift) -> Iterator[None]:
+        """Where training went on beside the exchange, they have moved since they were given."""
+        beside = self.rhythm.overlap and 0 in gift.fragments and not gift.everything
+        later = self._buffers.take() if beside else []
+        yield
+        if later:
+            self._buffers.go_on(later)
 
     def _go_on(self, gift: Gift) -> None:
         """This replica's weights count for something beside what all have come to, unless everything is exchanged."""
@@ -285,9 +287,10 @@ class Averaging:
                 with torch.no_grad():
                     reducer.begin(self.rounds, 0)
                     reducer.missed(slot, slots, mine, weight)
-        self.take_common(state)
-        if 0 in gift.fragments:
-            self._buffers.go_back()
+        with self._buffers_going_on(gift):
+            self.take_common(state)
+            if 0 in gift.fragments:
+                self._buffers.go_back()
         if gift.everything:
             self._registered.go_back()
         self._go_on(gift)

@@ -23,6 +23,7 @@ import torch
 from paceline.data.client_feed import client_feed
 from paceline.data.clients import ClientShares
 from paceline.data.loader import Feed
+from paceline.errors import UsageError
 from paceline.servers.messages import Apply, Begin, Begun, Bring, Centre, Ongoing, Turned
 from paceline.servers.peers import stretch
 from paceline.servers.rounds import Closed, Rounds
@@ -131,9 +132,16 @@ class Federated(Registered):
             param.grad = None
 
     def _pull_towards_theta(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        its_own = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for param, theta in zip(self._replica.params, self._theta, strict=True):
-            if param.grad is not None:
-                param.grad.add_(param.detach() - theta, alpha=self._plan.prox)
+            if param.grad is None or id(param) not in its_own:
+                continue
+            if param.grad.layout != torch.strided:
+                raise UsageError(
+                    f"--strategy {self._text}: FedProx pulls every row of a parameter towards θ, and a sparse gradient has only some: "
+                    "leave sparse=True out of the embedding, or prox="
+                )
+            param.grad.add_(param.detach() - theta, alpha=self._plan.prox)
 
     def bring(self, leaf: int) -> int:
         """A client has trained: what came of it lies at the servers, and at their backups, when this returns. The bytes that

@@ -100,7 +100,8 @@ def parse(text: str) -> Federation:
     if made.clients or made.sample:
         made.drawn(made.clients or made.sample)
     if made.grace and not made.quorum:
-        raise UsageError(f"--strategy {text}: the grace window begins when a quorum has come; say quorum=4 too")
+        quorum = min(4, made.drawn(made.clients or made.sample) if made.clients or made.sample else 4)
+        raise UsageError(f"--strategy {text}: the grace window begins when a quorum has come; say quorum={quorum} too")
     return made
 
 

@@ -42,7 +42,7 @@ class Gossip(Averaging):
 
     def give(self, number: int | None) -> Gift:
         """To a partner, or to all."""
-        self._refuse_thawed()
+        self._replica.refuse_thawed(self._text)
         with torch.no_grad():
             values = [param.detach().to(sum_dtype(param.dtype), copy=True) for param in self._replica.params]
             values += self._buffers.values()

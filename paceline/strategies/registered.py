@@ -126,6 +126,7 @@ class Registered(ABC):
         scheduled: int = 0,
     ) -> Turned:
         """What this worker has in hand next. It has delivered these, and wishes to stop, if so."""
+        self._replica.refuse_thawed(self._text)
         if news := [worker for worker in self._seat.lost() if worker not in self._gone]:
             self._ask(
                 Lost(news)

@@ -75,7 +75,7 @@ class Worker:
             settings=SimpleNamespace(slots=SLOTS, state_copies=True),
             ticket=SimpleNamespace(machine=machine, secret=SECRET.hex()),
             worker=number, listener=listener, homes={}, ask=self._ask, line_of_its_own=lambda: self._ask,
-            segment=self._segment, check_run=self._check_run, overtaken=False, view=View(1, ()),
+            segment=self._segment, check_run=self._check_run, overtaken=False, view=View(1, ()), resume_from="",
             board=SimpleNamespace(gone=lambda worker: worker in network.lost),
             give_up_unled=lambda: None, take_view=lambda answer: None,
         )  # fmt: skip

@@ -183,10 +183,29 @@ def test_half_drop_out_at_random_and_fedprox_trains_with_those_that_remain(tmp_p
     assert found[0] != found[1]
 
 
+def test_fedprox_pulls_each_parameter_once_however_many_optimizers_there_are(tmp_path: Path, alone: Alone) -> None:
+    apart = (
+        "halves = [torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9) for layer in (model[0], model[2])]\n"
+        + BODY.replace("optimizer, loader", "*halves, loader").replace(
+            "optimizer.step(); optimizer.zero_grad()", "[each.step() for each in halves]; model.zero_grad()"
+        )
+    )
+    found = [
+        alone(tmp_path, HEAD + body, name=name, strategy="federated:rounds=3,clients=4,epochs=2,prox=0.5").weights
+        for name, body in (("one", BODY), ("two", apart))
+    ]
+    assert found[0] == found[1]
+
+
 MISTAKES = {
     "leaves the loop in a client": (
         BODY.replace("optimizer.zero_grad()", "optimizer.zero_grad(); break"),
         "the loop over the loader was left in the middle of a client",
+    ),
+    "thaws a layer": (
+        "model[2].requires_grad_(False)\n"
+        + BODY.replace("    for batch", "    model[2].requires_grad_(epoch > 0)\n    for batch"),
+        "a frozen parameter has become trainable, and the others do not know",
     ),
     "draws its own batches": (
         "run.prepare(model, optimizer)\nfor step in run.steps(3): pass\n",

@@ -233,3 +233,44 @@ def test_nothing_arrives_while_a_checkpoint_is_taken() -> None:
     server.ask(Hold(0, yes=False))
     over = server.turn(1, 0)
     assert over is not None and over.closed is not None
+
+
+def test_the_window_ends_by_the_clock_though_all_have_a_client_in_hand() -> None:
+    server = Server(quorum=2, grace=1.0)
+    server.begin(0, 1, total=5)
+    assert [server.in_hand(0), server.in_hand(1)] == [[0], [1]]
+    assert [server.in_hand(0, 0), server.in_hand(1, 1)] == [[2], [3]]
+    server.now += 0.9
+    assert server.ask(Ongoing(0)) == Done(True)
+    server.now += 0.2
+    over = server.turn(0, 2)
+    assert over is not None and over.closed == Closed([(0, 10), (1, 11)], [2, 3, 4], 10), "it came behind the window"
+    assert server.ask(Ongoing(0)) == Done(False)
+
+
+def test_who_asks_whether_a_round_goes_on_ends_it_when_its_time_is_over() -> None:
+    server = Server(quorum=1, grace=1.0)
+    server.begin(0, 1)
+    assert [server.in_hand(0), server.in_hand(1), server.in_hand(0, 0)] == [[0], [1], [2]]
+    server.now += 1.1
+    server.ask(Hold(0, yes=True))
+    assert server.ask(Ongoing(0)) == Done(True), "no round ends while everything is held"
+    server.ask(Hold(0, yes=False))
+    assert server.ask(Ongoing(0)) == Done(False)
+
+
+def test_another_life_s_workers_are_not_waited_for_and_have_other_data() -> None:
+    """A run that stopped within a round goes on with fewer workers, of whom one has all the folders now."""
+    server = Server(quorum=0, grace=0.0)
+    for worker in (0, 1):
+        server.ask(Begin(worker, 0, 4, 0, 0, [0, 1], here=[worker, worker + 2]))
+    assert server.in_hand(0) == [0]
+    server.registry._become(Rounds.decode(server.registry._register.at_rest().encode()), 1)
+    server.ask(Begin(0, 0, 4, 0, 0, [0], here=[0, 2]))
+    assert server.in_hand(0) == [0] and server.in_hand(0, 0) == [2]
+    over = server.turn(0, 2)
+    assert over is not None and over.closed == Closed([(0, 10), (2, 12)], [1, 3], 10)
+    again = Server(quorum=0, grace=0.0)
+    again.ask(Begin(0, 0, 2, 0, 0, [0], here=[0]))
+    again.ask(Begin(0, 0, 2, 0, 0, [0]))
+    assert again.in_hand(0) == [0] and again.in_hand(0, 0) == [1], "it can train all now"

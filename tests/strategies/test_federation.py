@@ -67,6 +67,7 @@ def test_what_is_written() -> None:
         ("federated:clients=4,quorum=5", "quorum=5 of 4 clients a round can never come"),
         ("federated:clients=4,sample=5", "sample=5 of 4 clients; draw at most 4"),
         ("federated:grace=2", "say quorum=4 too"),
+        ("federated:clients=2,grace=5", "say quorum=2 too"),
         ("federated:outer=sgd,beta1=0.5", "the outer optimizer sgd has no beta1"),
         ("federated:outer=lion", "there is no outer optimizer 'lion'"),
     ],

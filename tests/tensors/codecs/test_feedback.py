@@ -34,6 +34,25 @@ def test_what_was_sent_and_what_is_kept_is_what_was_given(
     assert (difference <= 1e-6 * largest * len(kinds)).all()
 
 
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_shown_once_and_not_kept(name: str, odd: float) -> None:
+    """A script that leaves out a step with such a gradient goes on behind it, as it would without a codec."""
+    codec, shapes = parse(name), [torch.Size((40, 30)), torch.Size((7,))]
+    old, out = kept_at_first(codec, shapes), torch.empty(count(shapes))
+    seen = []
+    for step, value in enumerate((1.0, odd, 1.0, 1.0)):
+        values = some_values(shapes, step, "normal")
+        values[::5] = value
+        new = torch.empty_like(old)
+        codec.decode(send(codec, values, shapes, step, old, new), shapes, step, out)
+        assert new.isfinite().all()
+        seen.append(bool(out.isfinite().all()))
+        old = new
+    assert [seen[0], *seen[2:]] == [True, True, True]
+    assert not seen[1] or name.startswith("randomk"), "of what is drawn at random some may not be sent"
+
+
 @given(st.sampled_from(["topk:0.3", "randomk:0.5"]), shapes, seeds)
 def test_what_is_sent_as_it_is_leaves_no_rounding(name: str, shapes: Shapes, seed: int) -> None:
     codec, total = parse(name), count(shapes)
