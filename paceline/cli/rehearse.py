@@ -154,6 +154,11 @@ def _reference(rehearsal: Rehearsal) -> Outcome:
     if outcome.code or "weights_sha256" not in outcome.summary:
         click.echo(rehearsal.output("reference").read_text(errors="replace"), err=True, nl=False)
         raise PacelineError("the run without faults failed (see above): nothing was rehearsed")
+    if rehearsal.verifies and (why := rehearsal.unproven()):
+        click.echo(
+            f"paceline: not proven, with or without faults: {why}. Each plan must have trained the same samples",
+            err=True,
+        )
     return outcome
 
 

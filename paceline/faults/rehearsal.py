@@ -125,17 +125,24 @@ class Rehearsal:
             next((line.strip() for line in reversed(printed) if line.strip()), ""),
         )
 
+    def unproven(self) -> str:
+        """What of the reference `paceline verify` does not prove, if anything: a script may leave its loops."""
+        return _first_of(self._said_by_verify("reference"))
+
     def _verified(self, name: str) -> str:
-        """What `paceline verify` has to say against this run; or nothing."""
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "paceline",
-            "verify",
-            str(self.folder / "reference"),
-            str(self.folder / name),
-        ]
+        """What `paceline verify` has to say against this run; or nothing. What it says against the reference too is no fault's doing."""
+        said = self._said_by_verify("reference", name)
+        known = {line.removeprefix("reference: ") for line in said if line.startswith("reference: ")}
+        return _first_of([line for line in said if line.partition(": ")[2] not in known])
+
+    def _said_by_verify(self, *names: str) -> list[str]:
+        command = [sys.executable, "-P", "-m", "paceline", "verify", *(str(self.folder / name) for name in names)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if not done.returncode:
+            return []
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return (said[-1] if said else f"exit code {done.returncode}") if done.returncode else ""
+        return [line.removeprefix("paceline: ") for line in said] or [f"exit code {done.returncode}"]
+
+
+def _first_of(said: Sequence[str]) -> str:
+    return said[0] + (f" (and {len(said) - 1} more)" if said[1:] else "") if said else ""

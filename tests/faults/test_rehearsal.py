@@ -46,6 +46,24 @@ def test_two_random_plans_of_kills(tmp_path: Path) -> None:
     assert left_processes(str(tmp_path)) == []
 
 
+LEAVES = TRAINS.replace("epochs(40)", "epochs(12)").replace(
+    "run.log(step=run.step)", "run.log(step=run.step)\n        if run.step % 10 == 9: break"
+)
+
+
+def test_a_script_that_leaves_its_loops_is_held_against_itself(tmp_path: Path) -> None:
+    """That epochs were not trained to their ends is no fault's doing."""
+    write_script(tmp_path, LEAVES)
+    done = paceline(
+        *("rehearse", "--seeds", "1", "--first-seed", "3", "-n", "2", "--kinds", "kill", "--roles", "worker"),
+        *("--most", "1", "train.py"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not proven, with or without faults: reference: epoch" in done.stderr, done.stderr
+    assert "1 plans, no violation, 1 of 1 faults" in done.stdout, done.stdout
+
+
 def test_two_random_plans_with_servers(tmp_path: Path) -> None:
     """Kills and freezes of servers and of those who use them: the bits of the run without faults."""
     write_script(tmp_path, TRAINS)
