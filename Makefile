@@ -41,10 +41,13 @@ bench: $(READY) ## The committed benchmarks (long)
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.step
 
-rehearse: $(READY) ## 200 random fault plans against a clean run, more seeds of the simulated one, and all runs of the tests from bare processes (long: about half a minute a plan on 2 cores)
+rehearse: $(READY) ## 200 random fault plans against a clean run, 80 of a script that leaves its loops, more seeds of the simulated one, and all runs of the tests from bare processes (long: about half a minute a plan on 2 cores)
 	ROUNDS=3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/worker/test_terms.py tests/worker/test_healing.py
 	BARE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/end_to_end tests/cli tests/faults
 	$(BIN)/paceline rehearse --seeds 200 -n 4 --slots 12 --steps 420 benchmarks/rehearsed.py
+	for each in allreduce local:7 streaming:8,2 gossip:6; do \
+		$(BIN)/paceline rehearse --seeds 20 -n 3 --slots 3 --steps 200 --strategy $$each --kinds kill --most 3 benchmarks/rehearsed_habits.py || exit 1; \
+	done
 
 docs: $(READY) ## Check the documents: links, and the examples in them
 	$(BIN)/python -m pytest tests/test_docs.py
