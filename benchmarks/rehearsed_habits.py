@@ -24,7 +24,7 @@ held_out = DataLoader(data, batch_size=100)
 run.prepare(model, optimizer, schedule, loader)
 run.register("average", average)
 run.state.setdefault("left", 0)
-for epoch in run.epochs(40):
+for _epoch in run.epochs(40):
     loss = None
     for _batch in loader:
         for x, y in run.slots():

@@ -275,13 +275,7 @@ class Run:
         self._session.row.describe(total_steps=limit)
         if self._feeding.loop is not None:
             try:
-                if not self._feeding.was_left(-1, stepper.epoch):
-                    self._feeding.loop.come_together()
-                    self._feeding.begins()
-                    yield from self._feeding.loop.over_steps(count)
-            except GeneratorExit:
-                self._feeding.leaves(-1, stepper.epoch)
-                raise
+                yield from self._feeding.over_steps(self._feeding.loop, count)
             finally:
                 self._feeding.end_loop()
             return

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.apart.couriers import Courier, Inbox, Parcel, rounds_of, while_there
 from paceline.apart.passage import Fetch, Meter, Passage, Survey, take_state
-from paceline.errors import PacelineError
-from paceline.state.buddies import NONE, foremost, newest
+from paceline.state.buddies import NONE, foremost, lost_for_good, newest
 from paceline.state.lockers import Lockers
 from paceline.wires.messages import Claim, Get, Needed, Value
 from paceline.wires.stream import connect
@@ -104,11 +103,7 @@ class Copies:
             start, there = next((at, there) for at, there in found.items() if 0 in there)
             return self._fetch(start, there.index(0), slot)
         if rounds < latest - 1 and not drops:
-            raise PacelineError(
-                f"replica {slot} was lost: its newest state that is left is {_words(rounds)}, and the others have had exchange "
-                f"{latest}. With --state-copies one machine may be lost at a time, and its replicas' states are on "
-                "another one. Go on from a checkpoint, if there is one (`paceline resume`)"
-            )
+            raise lost_for_good(slot, _words(rounds), latest)
         if drops and latest > rounds:
             other = next(k for k in range(self._slots) if any(there[k] == latest for there in found.values()))
             theirs, _ = newest(found, other, self._machine)

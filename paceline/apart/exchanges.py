@@ -114,7 +114,7 @@ class Exchanges:
             if not self._arrives(self._behind):
                 self._miss(gift)
                 return True
-            gift = strategy.give_again(gift)  # what it has now is another's
+            gift = strategy.given_by_another(gift)
         while True:
             try:
                 if self._session.joining:

@@ -42,10 +42,13 @@ class Feeding:
         self._loaders: list[DataLoader[Any]] = []
         self._passed: dict[int, int] = {}
         """By a feed's number: the epoch of which this process has gone through its batches."""
-        self._left: tuple[int, int] | None = None
-        """The loop that was left before its end, and none has begun since: a feed's number, and the epoch."""
-        self._left_by_another = False
-        """Whether that was another process, whose state this one goes on from."""
+        self._left: set[tuple[int, int]] = set()
+        """Loops that were left before their ends, and have not begun again: a feed's number, and the epoch. Those over `run.steps()`
+        are numbered too, below 0, as the script comes to them."""
+        self._skipped: set[tuple[int, int]] = set()
+        """Those of them that whoever this process goes on from had left: it comes to them first."""
+        self._has_begun = False
+        self._step_loops = 0
         self._stepper: Stepper | None = None
         self.loop: Loop | None = None
         """The strategy's own, where workers do not meet in every step."""
@@ -147,15 +150,18 @@ class Feeding:
 
     def epoch_done(self) -> None:
         self._positions = {}
+        self._left = {loop for loop in self._left if loop[0] < 0}
 
     def capture(self) -> list[Any]:
         """The position in each loader, and what is known of their samplers' orders."""
         positions = [self._positions.get(number) for number in range(len(self.feeds))]
-        return [positions, self._orders.capture(), None if self._left is None else list(self._left)]
+        return [positions, self._orders.capture(), sorted(map(list, self._left))]
 
     def restore(self, state: list[Any]) -> None:
         positions, orders, left = state
-        self._left, self._left_by_another = None if left is None else (left[0], left[1]), left is not None
+        if not self._has_begun:  # else it is in the script where the others are
+            self._left = {(feed, epoch) for feed, epoch in left}
+            self._skipped = set(self._left)
         for number, (_, position) in enumerate(zip(self.feeds, positions, strict=True)):
             if position is not None:
                 self._positions[number] = position
@@ -174,35 +180,48 @@ class Feeding:
             return
         if self.loop is None:
             yield from self._trained(feed, feed_number, stepper)
-        elif self.was_left(feed_number, stepper.epoch):
+        elif self.was_left((feed_number, stepper.epoch)):
             return  # it is as it was behind that loop, which may begin once more
         else:
             yield from self._looped(self.loop, feed, feed_number, stepper)
         self._passed[feed_number] = stepper.epoch
 
-    def was_left(self, feed_number: int, epoch: int) -> bool:
-        """Whether whoever this process goes on from had left this loop before its end; -1: one over `run.steps()`."""
-        by_another, self._left_by_another = self._left_by_another, False
-        return by_another and self._left == (feed_number, epoch)
+    def over_steps(self, loop: Loop, count: int) -> Iterator[int]:
+        """The same over `run.steps()`."""
+        self._step_loops += 1
+        this = (-self._step_loops, 0)
+        if self.was_left(this):
+            return
+        loop.come_together()
+        self.begins(this)
+        try:
+            yield from loop.over_steps(count)
+        except GeneratorExit:
+            self._left.add(this)
+            raise
 
-    def begins(self) -> None:
+    def was_left(self, loop: tuple[int, int]) -> bool:
+        """Whether whoever this process goes on from had left this loop before its end."""
+        known = loop in self._skipped
+        self._skipped.discard(loop)
+        return known
+
+    def begins(self, loop: tuple[int, int]) -> None:
         """One that is not over."""
-        self._left = None
-
-    def leaves(self, feed_number: int, epoch: int) -> None:
-        """The script does, before its end: what it does next is behind the loop."""
-        self._left = feed_number, epoch
+        self._has_begun = True
+        self._left.discard(loop)
 
     def _looped(self, loop: Loop, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
         """The strategy's own loop."""
         loop.come_together()
         self._orders.check(feed, feed_number, stepper.epoch)
-        self.begins()
+        this = feed_number, stepper.epoch
+        self.begins(this)
         try:
             yield from loop.over_loader(feed, feed_number)
         except GeneratorExit:
             self._session.left = line_of_close()
-            self.leaves(feed_number, stepper.epoch)
+            self._left.add(this)
             raise
 
     def _trained(self, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:

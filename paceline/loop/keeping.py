@@ -18,7 +18,7 @@ from paceline.loop.refuge import Refuge
 from paceline.loop.rounds import Rounds
 from paceline.loop.turns import Turns
 from paceline.settings import BITS
-from paceline.state.buddies import NONE
+from paceline.state.buddies import NONE, lost_for_good
 from paceline.state.checkpoint import Checkpoint, newest_good, step_of, sweep
 from paceline.state.ledger import Head, Ledger
 from paceline.state.places import place
@@ -173,6 +173,9 @@ class Keeping:
         assert isinstance(self._run._feeding.loop, Rounds)
         whole = self._read(name)
         own = Snapshot.read(memoryview(whole.tree["states"][self._run._feeding.loop.slot].numpy()))
+        had, rounds = own.tree["strategy"]["rounds"], theirs.tree["strategy"]["rounds"]
+        if rounds > had + 1:
+            raise lost_for_good(self._run._feeding.loop.slot, f"that of {name}, behind exchange {had}", rounds)
         step = own.tree["step"][0]
         own.tree.update(lineage=theirs.tree["lineage"], receipts=[], due=list(Due(step)), stopped=None)
         return own
@@ -341,7 +344,7 @@ class Keeping:
     @property
     def owes(self) -> bool:
         """Whether main has yet to give a checkpoint that was due: replicas that train apart hear it before they meet again."""
-        return self._owed and self._run.is_main
+        return self._owed and self._run.is_main and not self._recorder.busy
 
     def owed(self, by_main: bool) -> None:
         """They have."""

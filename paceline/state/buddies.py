@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from paceline.errors import PacelineError
+
 NONE = -1
 """The round of a state that is not there."""
 
@@ -52,3 +54,12 @@ def foremost(found: Mapping[int, Sequence[int]]) -> int:
     4
     """
     return max(max(rounds) for rounds in found.values())
+
+
+def lost_for_good(slot: int, left: str, latest: int) -> PacelineError:
+    """`left`: which of its states is."""
+    return PacelineError(
+        f"replica {slot} was lost: its newest state that is left is {left}, and the others have had exchange "
+        f"{latest}. With --state-copies one machine may be lost at a time, and its replicas' states are on "
+        "another one. Go on from a checkpoint, if there is one (`paceline resume`)"
+    )

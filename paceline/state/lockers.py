@@ -91,10 +91,10 @@ class Locker:
     def copied(self) -> tuple[int, memoryview]:
         """The same with its round, of a locker whose owner goes on: it may put two states while this one is read."""
         while True:
-            rounds = self.rounds
+            mark = int(self._current[0]), self.rounds  # two may be of the same round: by its side too
             state = memoryview(bytearray(self.look()))
-            if self.rounds == rounds:
-                return rounds, state
+            if (int(self._current[0]), self.rounds) == mark:
+                return mark[1], state
 
     def _mapped(self, generation: int, room: int) -> Segment:
         name = self._name(generation, room)

@@ -34,6 +34,11 @@ class Recorder:
         self._taken: _Taken | None = None
         self._late = True
 
+    @property
+    def busy(self) -> bool:
+        """Whether the one before is still being written."""
+        return self._writer.busy
+
     def has_time(self, step: int) -> bool:
         """Whether this step's state can be taken now; told, if not: the one before is still being written."""
         if self._writer.busy:

@@ -191,6 +191,10 @@ class Averaging:
         """The same, after more has been trained."""
         return self.give(None if gift.everything else gift.fragments[0])
 
+    def given_by_another(self, gift: Gift) -> Gift:
+        """The same, now that this replica has another one's state. What does not count is nothing, whoever gives it."""
+        return gift
+
     def withdraw(self, gift: Gift) -> None:
         """There is more to be trained before it counts: buffers go on from where they were."""
         self._undo(gift)

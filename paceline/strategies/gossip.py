@@ -55,6 +55,10 @@ class Gossip(Averaging):
                 gift.weights.append(self._counts)
         return gift
 
+    def given_by_another(self, gift: Gift) -> Gift:
+        """Who has no partner goes on with what it has given."""
+        return self.give_again(gift)
+
     def withdraw(self, gift: Gift) -> None:
         """Of the weights nothing was taken."""
         if gift.everything and self._replica.registered:

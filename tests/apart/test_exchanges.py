@@ -33,7 +33,7 @@ def test_one_that_arrives_behind_the_others_brings_what_it_has_taken_over() -> N
     exchanges._session = SimpleNamespace(joining=False)
     exchanges._behind = "what the others have"
     exchanges._arrives = lambda common: common == "what the others have"
-    exchanges._strategy = SimpleNamespace(give_again=lambda gift: brought.append(gift) or "of now", rounds=3)
+    exchanges._strategy = SimpleNamespace(given_by_another=lambda gift: brought.append(gift) or "of now", rounds=3)
     exchanges.attendance = SimpleNamespace(assemble=assemble)
     exchanges.slot = 1
     with pytest.raises(StopIteration):

@@ -113,6 +113,120 @@ def test_neither_is_one_over_steps(tmp_path: Path) -> None:
     assert killed.weights == clean.weights
 
 
+SECOND = STEPS_LEFT.replace("if run.step == 12 and me", "if run.step == 17 and me")
+
+
+def test_nor_one_over_steps_of_those_before(tmp_path: Path) -> None:
+    """Killed behind an exchange in the loop that follows."""
+    clean = trained(tmp_path / "clean", SECOND, "local:4")
+    killed = trained(tmp_path / "killed", SECOND, "local:4", "die")
+    assert killed.summary["recoveries"] == 1 and killed.weights == clean.weights
+
+
+TWO_LOADERS = HEAD.replace(
+    "run.prepare(model, optimizer, loader)",
+    """other = DataLoader(data, batch_size=24)
+run.prepare(model, optimizer, loader, other)
+held_out = DataLoader(data, batch_size=24)
+def step(x, y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+for epoch in run.epochs(3):
+    for number, (x, y) in enumerate(loader):
+        step(x, y)
+        if run.step + 1 == 17 * epoch + 5:
+            break
+    for x, y in other:
+        if run.step == 17 + 5 + 6 and me == 1 and "die" in orders:
+            die()
+        step(x, y)
+        if run.step == 17 + 5 + 2 and "stop" in orders and not run.resumed:
+            run.stop("enough")
+        if run.step + 1 == 17 * (epoch + 1):
+            break
+    run.evaluate(lambda b: {"count": len(b[1])}, held_out)
+""",
+)
+
+
+@pytest.mark.parametrize("strategy", ["local:3", "diloco:4+int8"])
+def test_a_loop_that_was_left_is_passed_over_behind_which_another_one_is_in_hand(tmp_path: Path, strategy: str) -> None:
+    flags = ("--checkpoint-every", "1000")
+    clean = trained(tmp_path / "clean", TWO_LOADERS, strategy, flags=flags)
+    killed = trained(tmp_path / "killed", TWO_LOADERS, strategy, "die", flags=flags)
+    assert killed.summary["recoveries"] == 1 and killed.weights == clean.weights
+    stopped = trained(tmp_path / "it", TWO_LOADERS, strategy, "stop", flags=flags)
+    assert stopped.summary["exit"] == "enough"
+    done = paceline("resume", "--runs", "runs", "it", cwd=tmp_path / "it")
+    assert done.returncode == 0, done.stderr
+    again = json.loads((stopped.folder / "summary.json").read_text())
+    assert again["steps"] == clean.summary["steps"] == 51 and again["weights_sha256"] == clean.weights
+
+
+ITS_OWN_PACE = f"""{HEAD}
+for _ in run.steps(400):
+    x, y = torch.randn(8, 13), torch.randint(0, 4, (8,))
+    if True:
+{STEP}
+        if run.step >= 20 and me == 1:
+            die()
+        optimizer.step()
+    if run.step >= 120:
+        break
+run.evaluate(lambda b: {{"count": len(b[1])}}, DataLoader(data, batch_size=24))
+bodies = 0
+for _ in run.steps(180):
+    x, y = torch.randn(8, 13), torch.randint(0, 4, (8,))
+    if True:
+{STEP}
+        optimizer.step()
+    bodies += 1
+    time.sleep(0.001)
+(run.dir / f"bodies-{{me}}").write_text(str(bodies))
+"""
+
+
+def test_one_that_comes_in_at_its_own_pace_passes_over_no_loop(tmp_path: Path) -> None:
+    """It has been in the one that they have left."""
+    done = trained(tmp_path / "it", ITS_OWN_PACE, "async", flags=("--servers", "1"))
+    assert done.summary["recoveries"] == 1
+    assert sorted(path.name for path in done.folder.glob("bodies-*")) == ["bodies-0", "bodies-2", "bodies-3"]
+
+
+BUSY = f"""{HEAD}
+from paceline.state import places
+seal = places._LocalDraft.seal
+def waits(draft, manifest):
+    while not (run.dir / "go").exists():
+        time.sleep(0.001)
+    seal(draft, manifest)
+places._LocalDraft.seal = waits
+asked = 0
+def counting(states):
+    def counted():
+        global asked
+        asked += 1
+        return states()
+    return counted
+for epoch in run.epochs(3):
+    if epoch == 0:
+        run._feeding.loop.states = counting(run._feeding.loop.states)
+    for x, y in loader:
+{STEP}
+        optimizer.step()
+        if run.step == 12:
+            assert asked == 3, asked
+            (run.dir / "go").touch()
+"""
+
+
+def test_no_states_are_brought_together_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """One that falls due meanwhile is asked for once, and again when it can be had."""
+    done = trained(tmp_path / "it", BUSY, "local:1", flags=("--checkpoint-every", "4", "--keep", "99"))
+    assert len(list((done.folder / "checkpoints").glob("step-*"))) >= 3
+
+
 RESUMED = f"""{HEAD}
 if run._session.resume_from and me == 1:
     run._keeping._resume = lambda name: die()

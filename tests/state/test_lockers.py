@@ -51,6 +51,31 @@ def test_what_was_put_last_is_found_by_another_process_however_it_grows(segments
         locker.close()
 
 
+def test_what_is_copied_while_its_owner_puts_two_of_the_same_round_is_one_of_them(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a loop, and where the next one begins; then it is at the next round's, over the first of these."""
+    mine, theirs = Locker(2, segments), Locker(2, segments)
+    mine.put(5, state(1))
+    mine.put(5, state(2))
+    look, looks = theirs.look, []
+
+    def looking() -> memoryview:
+        found = look()
+        looks.append(len(looks))
+        if len(looks) == 1:
+            mine.put(5, state(3))
+            mine.room_for(state(4).nbytes)[:64] = bytes(64)  # over what is being copied; not whole yet
+        return found
+
+    monkeypatch.setattr(theirs, "look", looking)
+    rounds, copied = theirs.copied()
+    tree = Snapshot.read(copied).tree
+    assert rounds == 5 and tree["number"] == 3 and torch.equal(tree["tensor"], torch.full((1000,), 3.0))
+    for locker in (mine, theirs):
+        locker.close()
+
+
 @pytest.mark.parametrize("numel", [10, 100_000])
 def test_a_state_that_is_not_whole_does_not_count(
     segments: Segments, monkeypatch: pytest.MonkeyPatch, numel: int
