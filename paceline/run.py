@@ -256,6 +256,8 @@ class Run:
                 self._session.row.describe(total_steps=self._feeding.total_steps(last))
                 yield epoch
                 if self.stopped and not self._feeding.at_end:
+                    if self._feeding.loop is None:
+                        self._keeping.at_stop()  # if the script has left its loop in that very step
                     break  # in the middle of an epoch, which a resumed run goes on with
                 self._epochs_done = stepper.epoch = epoch + 1
                 self._feeding.epoch_done()
@@ -273,12 +275,15 @@ class Run:
         stepper = self._begin_loop()
         limit = min(count, self.settings.steps or count)
         self._session.row.describe(total_steps=limit)
-        if self._feeding.loop is not None:
-            try:
-                yield from self._feeding.over_steps(self._feeding.loop, count)
-            finally:
-                self._feeding.end_loop()
-            return
+        loop = self._feeding.loop
+        try:
+            yield from self._feeding.over_steps(
+                lambda: self._over_steps(stepper, limit) if loop is None else loop.over_steps(count)
+            )
+        finally:
+            self._feeding.end_loop()
+
+    def _over_steps(self, stepper: Stepper, limit: int) -> Iterator[int]:
         self.terms.catching_up = False
         stepper.gaps.begin()
         try:
@@ -290,9 +295,12 @@ class Run:
                 self._keeping.at_boundary(last=number + 1 == limit)
                 if self.stopped:
                     break
+        except GeneratorExit:
+            if stepper.abandon() and self.stopped:
+                self._keeping.at_stop()  # agreed on in the very step in which the script leaves
+            raise
         finally:
             stepper.abandon()
-            self._feeding.end_loop()
 
     def slots(self, count: int | None = None) -> Iterator[Any]:
         """This worker's shares of the batch in hand. When the loop ends, `.grad` is the whole batch's.

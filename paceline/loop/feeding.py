@@ -16,6 +16,7 @@ from paceline.data.order import mix
 from paceline.data.partition import Split, skew
 from paceline.data.values import place
 from paceline.errors import UsageError
+from paceline.loop.course import STEPS, Course
 from paceline.loop.loops import Loop
 from paceline.loop.orders import Orders
 from paceline.loop.steps import Batch, Stepper, line_of_close
@@ -42,13 +43,7 @@ class Feeding:
         self._loaders: list[DataLoader[Any]] = []
         self._passed: dict[int, int] = {}
         """By a feed's number: the epoch of which this process has gone through its batches."""
-        self._left: set[tuple[int, int]] = set()
-        """Loops that were left before their ends, and have not begun again: a feed's number, and the epoch. Those over `run.steps()`
-        are numbered too, below 0, as the script comes to them."""
-        self._skipped: set[tuple[int, int]] = set()
-        """Those of them that whoever this process goes on from had left: it comes to them first."""
-        self._has_begun = False
-        self._step_loops = 0
+        self._course = Course()
         self._stepper: Stepper | None = None
         self.loop: Loop | None = None
         """The strategy's own, where workers do not meet in every step."""
@@ -150,18 +145,16 @@ class Feeding:
 
     def epoch_done(self) -> None:
         self._positions = {}
-        self._left = {loop for loop in self._left if loop[0] < 0}
+        self._course.epoch_done()
 
     def capture(self) -> list[Any]:
         """The position in each loader, and what is known of their samplers' orders."""
         positions = [self._positions.get(number) for number in range(len(self.feeds))]
-        return [positions, self._orders.capture(), sorted(map(list, self._left))]
+        return [positions, self._orders.capture(), self._course.capture()]
 
     def restore(self, state: list[Any]) -> None:
-        positions, orders, left = state
-        if not self._has_begun:  # else it is in the script where the others are
-            self._left = {(feed, epoch) for feed, epoch in left}
-            self._skipped = set(self._left)
+        positions, orders, course = state
+        self._course.restore(course)
         for number, (_, position) in enumerate(zip(self.feeds, positions, strict=True)):
             if position is not None:
                 self._positions[number] = position
@@ -178,56 +171,46 @@ class Feeding:
         if self._passed.get(feed_number) == stepper.epoch and not feed.dealing.clients:
             yield from self._look(feed_number, stepper.epoch)
             return
+        if self._course.is_behind(feed_number, stepper.epoch):
+            if self.position(feed_number, stepper.epoch) == feed.steps:
+                self._passed[feed_number] = stepper.epoch
+            return
         if self.loop is None:
             yield from self._trained(feed, feed_number, stepper)
-        elif self.was_left((feed_number, stepper.epoch)):
-            return  # it is as it was behind that loop, which may begin once more
         else:
             yield from self._looped(self.loop, feed, feed_number, stepper)
         self._passed[feed_number] = stepper.epoch
+        self._course.over()
 
-    def over_steps(self, loop: Loop, count: int) -> Iterator[int]:
-        """The same over `run.steps()`."""
-        self._step_loops += 1
-        this = (-self._step_loops, 0)
-        if self.was_left(this):
+    def over_steps(self, steps: Callable[[], Iterator[int]]) -> Iterator[int]:
+        """What `for step in run.steps(n)` runs."""
+        if self._course.is_behind(STEPS, 0):
             return
-        loop.come_together()
-        self.begins(this)
+        if self.loop is not None:
+            self.loop.come_together()
+        self._course.begin()
         try:
-            yield from loop.over_steps(count)
-        except GeneratorExit:
-            self._left.add(this)
-            raise
-
-    def was_left(self, loop: tuple[int, int]) -> bool:
-        """Whether whoever this process goes on from had left this loop before its end."""
-        known = loop in self._skipped
-        self._skipped.discard(loop)
-        return known
-
-    def begins(self, loop: tuple[int, int]) -> None:
-        """One that is not over."""
-        self._has_begun = True
-        self._left.discard(loop)
+            yield from steps()
+        finally:
+            self._course.over()
 
     def _looped(self, loop: Loop, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
         """The strategy's own loop."""
         loop.come_together()
         self._orders.check(feed, feed_number, stepper.epoch)
-        this = feed_number, stepper.epoch
-        self.begins(this)
+        self._course.begin()
         try:
             yield from loop.over_loader(feed, feed_number)
         except GeneratorExit:
             self._session.left = line_of_close()
-            self._left.add(this)
+            self._course.over()
             raise
 
     def _trained(self, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
         """What is left of the epoch."""
         epoch = stepper.epoch
         number = self.position(feed_number, epoch)
+        self._course.begin()
         self.tell_if_over(feed, feed_number)
         aimed: list[int] | None = None
         stepper.gaps.begin()
@@ -250,6 +233,7 @@ class Feeding:
                 self._at_boundary(1 < number == feed.steps)  # in a loop of one step there is no other place
         except GeneratorExit:
             self._session.left = line_of_close()
+            self._course.over()
             if stepper.abandon():
                 self._positions[feed_number] = (epoch, number + 1)
                 if number + 1 == feed.steps:
