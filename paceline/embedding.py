@@ -125,10 +125,14 @@ class SparseEmbedding(nn.Module):
             return F.embedding(where, rows)
         if offsets is not None:
             return F.embedding_bag(where, rows, offsets.to(where), mode=self.pooling)
+        if not where.numel():  # bags without ids, or none
+            return rows.sum(0).expand(*where.shape[:-1], self.dim)
         bags = F.embedding_bag(where.reshape(-1, where.shape[-1]), rows, mode=self.pooling)
         return bags.reshape(*where.shape[:-1], self.dim)
 
     def _read(self, touched: Touched) -> Block:
+        if not len(touched.ids):
+            return np.zeros((0, self.dim), dtype=np.float32)
         if self.home is None:
             return self.begun().initial(touched.ids)
         return self.home.read(touched, newest=not torch.is_grad_enabled())

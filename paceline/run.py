@@ -255,6 +255,7 @@ class Run:
                 stepper.epoch = epoch
                 self._session.row.describe(total_steps=self._feeding.total_steps(last))
                 yield epoch
+                self._feeding.leave_loops()
                 if self.stopped and not self._feeding.at_end:
                     if self._feeding.loop is None:
                         self._keeping.at_stop()  # if the script has left its loop in that very step
@@ -280,6 +281,10 @@ class Run:
             yield from self._feeding.over_steps(
                 lambda: self._over_steps(stepper, limit) if loop is None else loop.over_steps(count)
             )
+        except GeneratorExit:
+            if loop is None and self.stopped:
+                self._keeping.at_stop()  # agreed on in the very step in which the script leaves
+            raise
         finally:
             self._feeding.end_loop()
 
@@ -295,10 +300,6 @@ class Run:
                 self._keeping.at_boundary(last=number + 1 == limit)
                 if self.stopped:
                     break
-        except GeneratorExit:
-            if stepper.abandon() and self.stopped:
-                self._keeping.at_stop()  # agreed on in the very step in which the script leaves
-            raise
         finally:
             stepper.abandon()
 

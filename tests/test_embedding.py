@@ -61,3 +61,11 @@ def test_mistakes_are_told(arguments: dict[str, Any], says: str) -> None:
 def test_ids_must_be_integers() -> None:
     with pytest.raises(UsageError, match="integers"):
         SparseEmbedding(4)(torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 2), (2, 3, 0)])
+def test_bags_without_ids_are_zeros(shape: tuple[int, ...]) -> None:
+    """A feature that a batch lacks."""
+    pooled = SparseEmbedding(4, pooling="sum")
+    found = pooled(torch.zeros(shape, dtype=torch.int64))
+    assert found.shape == (*shape[:-1], 4) and not found.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -44,6 +45,8 @@ class Feeding:
         self._passed: dict[int, int] = {}
         """By a feed's number: the epoch of which this process has gone through its batches."""
         self._course = Course()
+        self._under_way: Callable[[], Any] = lambda: None
+        """The last loop's iterator, if there still is one."""
         self._stepper: Stepper | None = None
         self.loop: Loop | None = None
         """The strategy's own, where workers do not meet in every step."""
@@ -72,7 +75,17 @@ class Feeding:
             )
             self._session.notice(words)
             self._session.folder.event("data", words, steps=feed.steps, skew=skew(sizes) if sizes else None)
-        adopt(loader, lambda: self._batches(number), lambda: _length(feed))
+        adopt(loader, lambda: self._begun(number), lambda: _length(feed))
+
+    def _begun(self, number: int) -> Iterator[Any]:
+        batches = self._batches(number)
+        self._under_way = weakref.ref(batches)
+        return batches
+
+    def leave_loops(self) -> None:
+        """The script is at an epoch's end: a loop over an iterator that it has a name for has been left, though nothing tells."""
+        if (batches := self._under_way()) is not None:
+            batches.close()
 
     def _feed(self, loader: DataLoader[Any], seed: int) -> Feed:
         if isinstance(self.strategy, InRounds):
@@ -171,7 +184,8 @@ class Feeding:
         if self._passed.get(feed_number) == stepper.epoch and not feed.dealing.clients:
             yield from self._look(feed_number, stepper.epoch)
             return
-        if self._course.is_behind(feed_number, stepper.epoch):
+        # A run that stops passes through the rest of its script without a batch: none of that is where it goes on.
+        if not self._stopping.reason and self._course.is_behind(feed_number, stepper.epoch):
             if self.position(feed_number, stepper.epoch) == feed.steps:
                 self._passed[feed_number] = stepper.epoch
             return
@@ -180,18 +194,22 @@ class Feeding:
         else:
             yield from self._looped(self.loop, feed, feed_number, stepper)
         self._passed[feed_number] = stepper.epoch
-        self._course.over()
+        if not self._stopping.reason:
+            self._course.over()
 
     def over_steps(self, steps: Callable[[], Iterator[int]]) -> Iterator[int]:
         """What `for step in run.steps(n)` runs."""
-        if self._course.is_behind(STEPS, 0):
+        if not self._stopping.reason and self._course.is_behind(STEPS, 0):
             return
         if self.loop is not None:
             self.loop.come_together()
         self._course.begin()
         try:
             yield from steps()
-        finally:
+        except GeneratorExit:
+            self._course.over()
+            raise
+        if not self._stopping.reason:
             self._course.over()
 
     def _looped(self, loop: Loop, feed: Feed, feed_number: int, stepper: Stepper) -> Iterator[Any]:
@@ -212,7 +230,7 @@ class Feeding:
         number = self.position(feed_number, epoch)
         self._course.begin()
         self.tell_if_over(feed, feed_number)
-        aimed: list[int] | None = None
+        aimed, first = None, number
         stepper.gaps.begin()
         self._session.left = None
         self._terms.catching_up = False
@@ -225,6 +243,8 @@ class Feeding:
                     feed.start(epoch, number, aimed)
                 drawn = self._draw(stepper, feed_number, epoch, number)
                 if drawn is None:
+                    if 0 < number == first:
+                        self._tell_over(epoch)
                     break
                 yield drawn
                 stepper.end()
@@ -247,10 +267,13 @@ class Feeding:
         assert self._stepper is not None
         epoch = self._stepper.epoch
         if feed.steps and self.position(feed_number, epoch) == feed.steps:
-            self._session.notice(
-                f"epoch {epoch + 1} is entered at its end: nothing is left of the loop over the loader, and the code behind it runs "
-                "now. A name that only that loop sets is not there: set it before the loop"
-            )
+            self._tell_over(epoch)
+
+    def _tell_over(self, epoch: int) -> None:
+        self._session.notice(
+            f"epoch {epoch + 1} is entered at its end: nothing is left of the loop over the loader, and the code behind it runs "
+            "now. A name that only that loop sets is not there: set it before the loop"
+        )
 
     def _look(self, feed_number: int, epoch: int) -> Iterator[Any]:
         """The epoch is trained, and the script goes through the loader once more, for an accuracy say: all that the loader

@@ -98,7 +98,7 @@ class Keeping:
         """Those that the script still adds to. In the middle of a step they are its own business."""
         stepper = self._run._stepper
         assert stepper is not None
-        return {"gradients": {} if stepper.active else self._run._replica.gradients(stepper.stepped)}
+        return {} if stepper.active else self._run._replica.gradients(stepper.stepped)
 
     def restore(self, snapshot: Snapshot) -> None:
         run, tree, stepper = self._run, snapshot.tree, self._run._stepper

@@ -78,7 +78,8 @@ def hyper(optimizer: Optimizer, carried: Carried | None = None) -> list[Values]:
         return now
     if [len(group["params"]) for group in optimizer.param_groups] != [len(group.params) for group in carried.groups]:
         raise UsageError(
-            "the optimizer got parameters or groups after it was described to the servers: describe it again before the step"
+            f"the prepared {type(optimizer).__name__} got parameters or groups while the run trains, and servers have those of its "
+            "beginning: put all into it before the loop (with lr=0 until they train), or use --strategy allreduce"
         )
     return [
         {name: value for name, value in options.items() if name not in group.options or group.options[name] != value}

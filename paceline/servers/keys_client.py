@@ -210,7 +210,7 @@ class KeyValues:
         if lent is not None and into is not None and into.data_ptr() == host.data_ptr():
             host, lent = host.clone(), None  # it may have to be said again, when half of the answer is in it
         _check(key, into)
-        push = Push(key, dtype_name(host), tuple(host.shape), combine, pull, rate)
+        push = Push(key, dtype_name(host), tuple(host.shape), combine, pull, _number(key, rate))
         return self._submit(_Call(push, (memory_of(host),), into, lent))
 
     def _submit(self, call: _Call) -> Pending:
@@ -314,3 +314,11 @@ def _host(key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | 
     host = tensor.detach().cpu().contiguous()
     own = host.data_ptr() == tensor.data_ptr() and not tensor.is_inference()
     return host, tensor if own else None
+
+
+def _number(key: str, rate: Any) -> float | None:
+    """A tensor's or numpy's number is one too."""
+    try:
+        return None if rate is None else float(rate)
+    except (TypeError, ValueError):
+        raise UsageError(f"run.kv: the rate of a push to {key!r} is a number, unlike {rate!r}") from None

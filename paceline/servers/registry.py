@@ -113,6 +113,9 @@ class Registry:
 
     def draft(self, call: Asking, body: memoryview) -> tuple[Answer | None, bytes]:
         """What is answered, if anything is yet; and the next state, encoded, if there is one: it holds once it is `do`ne."""
+        if not self.version and isinstance(call, Lost | Had):
+            # It has not been laid yet: whoever is dead is told of again, and what is laid must be the first of it.
+            return ((Done(), ()) if isinstance(call, Lost) else None), b""
         before = self._register.encode()
         register = self._kind.decode(before)
         self._clocks.kept = register.clocks

@@ -128,6 +128,7 @@ class Replica:
             "names": self._weights_of(found | buffers),
             "tensors": tensors,
             "trained": {name: param.requires_grad for name, param in params.items()},
+            "at_rest": [path for path, module in self._modules() if not module.training],
             "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
             "groups": [_group_names(optimizer, params) for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -143,8 +144,13 @@ class Replica:
             for group in optimizer.param_groups
             for param in group["params"]
         }
-        params = self._named_params().items()
-        return {name: _packed(param.grad) for name, param in params if param.grad is not None and id(param) not in used}
+        params = self._named_params()
+        there = {name: param.grad for name, param in params.items() if param.grad is not None}
+        return {
+            "gradients": {name: _packed(grad) for name, grad in there.items() if id(params[name]) not in used},
+            # Cleared they may be zeros, which an optimizer takes for a gradient, unlike none.
+            "used": [name for name, grad in there.items() if id(params[name]) in used and grad.layout == torch.strided],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -153,6 +159,11 @@ class Replica:
         params = self._named_params()
         for name, param in params.items():
             param.grad = _unpacked(state.get("gradients", {}).get(name), param.device)
+        for name in state.get("used", ()):
+            params[name].grad = torch.zeros_like(params[name])
+        at_rest = set(state["at_rest"])
+        for path, module in self._modules():
+            module.training = path not in at_rest
         for optimizer, groups, theirs in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
             _regroup(optimizer, groups, params)
             load_optimizer(optimizer, theirs)

@@ -257,9 +257,18 @@ class ServedRows:
 
     def capture(self) -> dict[str, Any]:
         kinds = [embedding.table.kind for embedding in self._embeddings]
-        return {"count": self._count, "divisors": self._divisors, "kinds": kinds, "fragments": self._state}
+        rates = [float(embedding.lr) for embedding in self._embeddings]
+        return {
+            "count": self._count,
+            "divisors": self._divisors,
+            "kinds": kinds,
+            "rates": rates,
+            "fragments": self._state,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
+        for embedding, rate in zip(self._embeddings, state["rates"], strict=True):
+            embedding.lr = rate
         for number, (embedding, theirs) in enumerate(zip(self._embeddings, state["kinds"], strict=True)):
             if embedding.table.kind != theirs:
                 raise UsageError(

@@ -327,12 +327,12 @@ def test_parameters_with_gaps_are_refused() -> None:
         describe(SGD([param]), [param])
 
 
-def test_groups_that_come_later_must_be_described_again() -> None:
+def test_groups_that_come_while_a_run_trains_are_refused_with_what_to_do() -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
     optimizer = SGD(params[:1])
     carried = describe(optimizer, params)
     optimizer.add_param_group({"params": params[1:]})
-    with pytest.raises(UsageError, match="describe it again"):
+    with pytest.raises(UsageError, match="put all into it before the loop"):
         hyper(optimizer, carried)
 
 

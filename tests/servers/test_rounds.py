@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.servers.messages import Begin, Centre, Done, Enter, Hold, Lost, Notes, Ongoing, Turn, Turned
+from paceline.servers.messages import Begin, Centre, Done, Enter, Hold, Lay, Lost, Notes, Ongoing, Turn, Turned
 from paceline.servers.outer import SGD
 from paceline.servers.register import Delivered
 from paceline.servers.round_registry import RoundRegistry
@@ -274,3 +274,14 @@ def test_another_life_s_workers_are_not_waited_for_and_have_other_data() -> None
     again.ask(Begin(0, 0, 2, 0, 0, [0], here=[0]))
     again.ask(Begin(0, 0, 2, 0, 0, [0]))
     assert again.in_hand(0) == [0] and again.in_hand(0, 0) == [1], "it can train all now"
+
+
+def test_a_death_that_is_told_before_the_register_is_laid_is_not_the_first_of_it() -> None:
+    """What main lays then is that of a checkpoint: it must not pass for known already."""
+    server = Server(quorum=0, grace=0.0)
+    assert server.ask(Lost([1])) == Done() and server.registry.version == 0
+    lay, laid = Lay([], 5), Rounds(1, count=5, steps=5)
+    assert not server.registry.knows(lay, memoryview(laid.encode()))
+    with server.registry.changed:
+        server.registry.do(lay, memoryview(laid.encode()))
+    assert server.registry._register.steps == 5
