@@ -279,7 +279,9 @@ class Run:
         loop = self._feeding.loop
         try:
             yield from self._feeding.over_steps(
-                lambda: self._over_steps(stepper, limit) if loop is None else loop.over_steps(count)
+                lambda: self._over_steps(stepper, limit) if loop is None else loop.over_steps(count),
+                count,
+                self._epochs_asked,
             )
         except GeneratorExit:
             if loop is None and self.stopped:
@@ -292,7 +294,7 @@ class Run:
         self.terms.catching_up = False
         stepper.gaps.begin()
         try:
-            for number in range(stepper.step, limit):
+            for number in range(stepper.step, limit if not self.stopped else 0):
                 stepper.flat.fill()
                 stepper.begin(None, time.perf_counter())
                 yield number

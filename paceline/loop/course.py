@@ -5,11 +5,13 @@ it, ended or left by `break`, and goes on in the one that was in hand.
 
 >>> course = Course()
 >>> for feed in (0, 1):
-...     assert not course.is_behind(feed, epoch=4)
+...     assert not course.is_behind(feed, era_of_epoch(4))
 ...     course.begin()
 >>> newcomer = Course()
 >>> newcomer.restore(course.capture())
->>> newcomer.is_behind(0, epoch=4), newcomer.is_behind(1, epoch=4)
+>>> newcomer.is_behind(STEPS, era_of_steps(asked=0), limit=100)  # a warm-up
+True
+>>> newcomer.is_behind(0, era_of_epoch(4)), newcomer.is_behind(1, era_of_epoch(4))
 (True, False)
 """
 
@@ -22,30 +24,50 @@ STEPS = -1
 """In place of a feed's number: a loop over `run.steps()`."""
 
 
+def era_of_epoch(epoch: int) -> int:
+    return 2 * epoch + 1
+
+
+def era_of_steps(asked: int) -> int:
+    """Of loops over `run.steps()` behind so many epochs that were asked for, and before the next ones."""
+    return 2 * asked
+
+
 class _Place(NamedTuple):
+    era: int
     feed: int
-    epoch: int
+    limit: int
+    """n of `run.steps(n)`, which is the run's step at its end: a script may come to one of these or not, by where it is."""
     nth: int
-    """Of the loops over it in this epoch; of those over `run.steps()`, in the script."""
+    """Of the era's loops with these."""
+
+    def comes_before(self, goal: _Place) -> bool:
+        if self.era != goal.era:
+            return self.era < goal.era
+        if self.feed != goal.feed:
+            return True  # in an epoch loops over several loaders follow each other: that one is still to come
+        return (self.limit, self.nth) < (goal.limit, goal.nth)
 
 
 class Course:
     def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+        self._era, self._counts = -1, Counter[tuple[int, int]]()
         self._here: _Place | None = None
         """The loop that has begun last."""
         self._is_over = self._has_begun = False
         self._goal: _Place | None = None
         """Of whoever this process goes on from."""
 
-    def is_behind(self, feed: int, epoch: int) -> bool:
+    def is_behind(self, feed: int, era: int, limit: int = 0) -> bool:
         """The script comes to a loop: whether that is behind it already."""
-        self._counts[feed] += 1
-        here, goal = _Place(feed, epoch, self._counts[feed]), self._goal
-        if goal is not None and here != goal and not (feed == goal.feed and here > goal) and epoch <= goal.epoch:
+        if era != self._era:
+            self._era, self._counts = era, Counter()
+        self._counts[feed, limit] += 1
+        here, goal = _Place(era, feed, limit, self._counts[feed, limit]), self._goal
+        if goal is not None and here.comes_before(goal):
             return True
         self._goal = None
-        if goal is not None and here == goal and self._is_over:
+        if here == goal and self._is_over:
             return True
         self._here, self._is_over = here, False
         return False
@@ -57,9 +79,6 @@ class Course:
     def over(self) -> None:
         """It has ended, or was left."""
         self._is_over = True
-
-    def epoch_done(self) -> None:
-        self._counts = Counter({STEPS: self._counts[STEPS]})
 
     def capture(self) -> list[Any]:
         return [None if self._here is None else list(self._here), self._is_over]

@@ -17,7 +17,7 @@ from paceline.data.order import mix
 from paceline.data.partition import Split, skew
 from paceline.data.values import place
 from paceline.errors import UsageError
-from paceline.loop.course import STEPS, Course
+from paceline.loop.course import STEPS, Course, era_of_epoch, era_of_steps
 from paceline.loop.loops import Loop
 from paceline.loop.orders import Orders
 from paceline.loop.steps import Batch, Stepper, line_of_close
@@ -158,7 +158,6 @@ class Feeding:
 
     def epoch_done(self) -> None:
         self._positions = {}
-        self._course.epoch_done()
 
     def capture(self) -> list[Any]:
         """The position in each loader, and what is known of their samplers' orders."""
@@ -185,7 +184,7 @@ class Feeding:
             yield from self._look(feed_number, stepper.epoch)
             return
         # A run that stops passes through the rest of its script without a batch: none of that is where it goes on.
-        if not self._stopping.reason and self._course.is_behind(feed_number, stepper.epoch):
+        if not self._stopping.reason and self._course.is_behind(feed_number, era_of_epoch(stepper.epoch)):
             if self.position(feed_number, stepper.epoch) == feed.steps:
                 self._passed[feed_number] = stepper.epoch
             return
@@ -197,9 +196,9 @@ class Feeding:
         if not self._stopping.reason:
             self._course.over()
 
-    def over_steps(self, steps: Callable[[], Iterator[int]]) -> Iterator[int]:
-        """What `for step in run.steps(n)` runs."""
-        if not self._stopping.reason and self._course.is_behind(STEPS, 0):
+    def over_steps(self, steps: Callable[[], Iterator[int]], limit: int, asked: int) -> Iterator[int]:
+        """What `for step in run.steps(limit)` runs, behind so many epochs that were asked for."""
+        if not self._stopping.reason and self._course.is_behind(STEPS, era_of_steps(asked), limit):
             return
         if self.loop is not None:
             self.loop.come_together()

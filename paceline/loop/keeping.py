@@ -116,6 +116,8 @@ class Keeping:
         run._feeding.restore(tree["positions"])
         self._begin_lineage(*tree["lineage"])
         self._due = Due(*tree["due"])
+        if tree["stopped"]:  # who came in where the run stops has no part in what is kept of that
+            self._stopped_at = stepper.step
         self.ledger.remember(Receipt(*receipt) for receipt in tree["receipts"])
 
     def common(self, samples: int, whole: bool = False) -> Snapshot:
@@ -202,7 +204,7 @@ class Keeping:
         if run.is_main:
             self.ledger.close()  # of a state in memory not all receipts need to be written yet
         self.ledger.lineage = -1  # the checkpoint's has ended
-        run.resumed, run._stopping.reason = True, None
+        run.resumed, run._stopping.reason, self._stopped_at = True, None, -1
         if run.is_main:
             run._session.notice(f"going on from step {run.step} ({name})")
             run._session.folder.event("resumed", name, step=run.step, workers=run._session.workers)

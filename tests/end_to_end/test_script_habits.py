@@ -20,7 +20,7 @@ orders = sys.argv[1:]
 def at(step):
     if run.step == step and run._session.worker == 1 and "die" in orders:
         os.kill(os.getpid(), 9)
-    while run.step == step + 1 and orders and run._session.worker < 3 and run._session.next_term <= run._session.view.term:
+    while run.step == step + 1 and "die" in orders and run._session.worker < 3 and run._session.next_term <= run._session.view.term:
         time.sleep(0.001)  # its successor comes in at this step's end
 g = torch.Generator().manual_seed(7)
 data = TensorDataset(torch.randn(96, 13, generator=g), torch.randint(0, 4, (96,), generator=g))
@@ -100,6 +100,34 @@ for epoch in run.epochs(4):
 }
 
 
+SCRIPTS |= {
+    "takes steps behind its epochs": """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for batch in loader:
+        for x, y in run.slots(): train(x, y)
+        step()
+    if epoch == 1 and "stop" in orders and not run.resumed: run.stop("enough")
+for _ in run.steps(30):
+    at(20)
+    for _ in run.slots(): train(torch.randn(4, 13), torch.randint(0, 4, (4,)), 0.5)
+    step()
+""",
+    "comes to phases by where it is": """
+run.prepare(model, optimizer)
+def phase(n, scale):
+    for _ in run.steps(n):
+        at(26)
+        for _ in run.slots(): train(torch.randn(4, 13), torch.randint(0, 4, (4,)), scale)
+        step()
+        if run.step == 25 and "stop" in orders and not run.resumed: run.stop("enough")
+if run.step < 10: phase(10, 1.0)
+if run.step < 20: phase(20, 0.5)
+phase(40, 0.1)
+""",
+}
+
+
 def done(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> Result:
     folder.mkdir()
     result = launch(folder, HEAD + script, "-n", "3", "--slots", "3", *flags, args=args)
@@ -126,6 +154,38 @@ def test_a_run_is_stopped_behind_that_and_resumed(tmp_path: Path, alone: Alone, 
     assert again.returncode == 0, again.stderr
     summary = json.loads((stopped.folder / "summary.json").read_text())
     assert (summary["weights_sha256"], summary["steps"]) == (clean.weights, clean.summary["steps"])
+
+
+@pytest.mark.parametrize("habit", ["takes steps behind its epochs", "comes to phases by where it is"])
+def test_a_run_that_stops_itself_goes_on_in_the_loop_it_was_in(tmp_path: Path, alone: Alone, habit: str) -> None:
+    clean = alone(tmp_path, HEAD + SCRIPTS[habit], slots=3)
+    stopped = done(tmp_path / "it", SCRIPTS[habit], "--checkpoint-every", "100", args=("stop",))
+    assert stopped.summary["exit"] == "enough" and stopped.summary["steps"] < clean.summary["steps"]
+    again = paceline("resume", "it", cwd=tmp_path / "it")
+    assert again.returncode == 0, again.stderr
+    summary = json.loads((stopped.folder / "summary.json").read_text())
+    assert (summary["weights_sha256"], summary["steps"]) == (clean.weights, clean.summary["steps"])
+
+
+FLAT = """
+run.prepare(model, optimizer, loader)
+for epoch in run.epochs(2):
+    for x, y in loader:
+        train(x, y); step()
+        if run.step + 1 == 6 * (epoch + 1): break
+for _ in run.steps(30):
+    if run.step == 13 and run._session.worker == 1 and "die" in orders:
+        os.kill(os.getpid(), 9)
+    train(torch.randn(4, 13), torch.randint(0, 4, (4,)), 0.5); step()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["local:20", "diloco:4"])
+def test_replicas_that_take_steps_behind_epochs_they_have_left(tmp_path: Path, strategy: str) -> None:
+    clean = done(tmp_path / "clean", FLAT, "--strategy", strategy)
+    killed = done(tmp_path / "killed", FLAT, "--strategy", strategy, args=("die",))
+    assert killed.summary["recoveries"] == 1 and killed.summary["steps"] == clean.summary["steps"] == 30
+    assert killed.weights == clean.weights
 
 
 def test_a_stop_in_the_step_in_which_a_loop_is_left_keeps_a_checkpoint(tmp_path: Path, alone: Alone) -> None:
