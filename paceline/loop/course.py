@@ -44,9 +44,9 @@ class _Place(NamedTuple):
     def comes_before(self, goal: _Place) -> bool:
         if self.era != goal.era:
             return self.era < goal.era
-        if self.feed != goal.feed:
-            return True  # in an epoch loops over several loaders follow each other: that one is still to come
-        return (self.limit, self.nth) < (goal.limit, goal.nth)
+        if (self.feed, self.limit) != (goal.feed, goal.limit):
+            return True  # another loader's, or to another step: the one that was in hand is still to come
+        return self.nth < goal.nth
 
 
 class Course:
