@@ -96,20 +96,22 @@ class Copies:
             return False  # the others have not begun
         if rounds == NONE and self._session.resume_from:
             # It died before it had left any state: it is in the checkpoint, and what has been agreed on since in another's.
-            other = next(k for k in range(self._slots) if any(there[k] == latest for there in found.values()))
-            return self._fetch(newest(found, other, self._machine)[0], other, other)
+            return self._fetch_foremost(found, latest)
         if rounds == NONE and latest <= 1 and any(0 in there for there in found.values()):
             # It died before it had left any state: then it began as all others did.
             start, there = next((at, there) for at, there in found.items() if 0 in there)
             return self._fetch(start, there.index(0), slot)
         if rounds < latest - 1 and not drops:
             raise lost_for_good(slot, _words(rounds), latest)
-        if drops and latest > rounds:
-            other = next(k for k in range(self._slots) if any(there[k] == latest for there in found.values()))
-            theirs, _ = newest(found, other, self._machine)
-            if not self._fetch(theirs, other, other):
-                return False
+        if drops and latest > rounds and not self._fetch_foremost(found, latest):
+            return False
         return rounds == NONE or self._fetch(machine, slot, slot)
+
+    def _fetch_foremost(self, found: Found, latest: int) -> bool:
+        """The state of one who has had the latest exchange, into its own locker here."""
+        other = next(k for k in range(self._slots) if any(there[k] == latest for there in found.values()))
+        machine, _ = newest(found, other, self._machine)
+        return self._fetch(machine, other, other)
 
     def _survey(self) -> Found | None:
         """What lies where; None, if a machine that is in the run does not say."""

@@ -279,7 +279,7 @@ for epoch in run.epochs(2):
                 time.sleep(0.001)  # then all agree on it at the next exchange
         if run.step == 13 and how and run.is_main and not run.resumed:
             (run.dir / "there").touch()
-            time.sleep(60)
+            signal.pause()  # until all are killed
 """
 
 
